@@ -25,19 +25,18 @@ import json
 import sys
 from pathlib import Path
 
-from flux_ref import checkpoint, config_file, files, loss_chart, ranks
+from flux_ref import checkpoint, config_file, errors, files, loss_chart, ranks
 from flux_ref.alive import Timer
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
 from flux_ref.data import ValSet
-from flux_ref.errors import Refusal
+from flux_ref.errors import Options, Refusal
 from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.formats import outside
 from flux_ref.optim import EMA
 from flux_ref.pictures import drawing
 from flux_ref.ranks import World
-from flux_ref.run import cli, compiler_folder, reporter, weight_files
-from flux_ref.run.options import STEP, Options
+from flux_ref.run import compiler_folder, reporter, weight_files
 from flux_ref.schedule import TIMESTEPS
 from flux_ref.step_runner import State, StepRunner
 
@@ -56,8 +55,8 @@ def table(result: Validation) -> str:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """What the command line asks for; `overrides` are keys of the config. Raises: Refusal."""
-    parser = Options("eval.py", add_help=False)
-    parser.add_argument("--checkpoint", dest="step", type=STEP, metavar="STEP")
+    parser = Options("eval.py", __doc__, add_help=False)
+    parser.add_argument("--checkpoint", dest="step", type=int, metavar="STEP")
     parser.add_argument("--config", metavar="FILE")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--ema", action="store_true")
@@ -65,7 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     drawing.add_options(parser)
     path = [word for word in argv[:1] if not word.startswith("-")]
     options, rest = parser.parse_known_args(argv[len(path) :])
-    path, rest = cli.config_and_overrides([*path, *rest], default="runs/tiny")
+    path, rest = config_file.config_and_overrides([*path, *rest], default="runs/tiny")
     if options.all and options.step is not None:
         raise Refusal("--all and --checkpoint exclude each other")
     options.path = Path(path)
@@ -77,6 +76,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
+    if "-h" in argv or "--help" in argv:
+        print(__doc__ + config_file.key_list())
+        return 0
     options = parse(argv)
     first = weight_files.find(options.path, options.step)
     paths = [first]
@@ -95,6 +97,7 @@ def main(argv: list[str]) -> int:
         if cfg.parallel.compile:
             compiler_folder.choose(cfg, world, stack)
         records = evaluate(cfg, world, timer, paths, options)
+    ranks.stop()
     if world.rank > 0:
         return 0
     chart = ""
@@ -174,4 +177,4 @@ def evaluate(cfg: Config, world: World, timer: Timer, paths: list[Path], options
 
 
 if __name__ == "__main__":
-    cli.leave(cli.run("eval.py", __doc__, main, sys.argv[1:]))
+    errors.leave(errors.run("eval.py", main, sys.argv[1:]))

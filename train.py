@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from flux_ref import checkpoint, config, config_file, folder, graphs, ranks, schedule, sharding, toy
+from flux_ref import checkpoint, config, config_file, errors, folder, graphs, ranks, schedule, sharding, toy
 from flux_ref.alive import Alive
 from flux_ref.arithmetic import Arithmetic, arithmetic_of
 from flux_ref.benchmark import closed, convergence
@@ -26,7 +26,7 @@ from flux_ref.evaluate import validation_loss
 from flux_ref.formats import shards
 from flux_ref.pictures.drawing import Gallery
 from flux_ref.ranks import World
-from flux_ref.run import cli, compiler_folder, weight_files
+from flux_ref.run import compiler_folder, weight_files
 from flux_ref.run.reporter import Reporter
 from flux_ref.saver import Saver, load
 from flux_ref.step_runner import State
@@ -34,7 +34,10 @@ from flux_ref.step_runner import State
 
 def main(argv: list[str]) -> int:
     """A run from its config to its last checkpoint."""
-    cfg = config_file.load(*cli.config_and_overrides(argv, default="configs/tiny.toml"))
+    if "-h" in argv or "--help" in argv:
+        print(__doc__ + config_file.key_list())
+        return 0
+    cfg = config_file.load(*config_file.config_and_overrides(argv, default="configs/tiny.toml"))
     batch = cfg.train.global_batch
     with contextlib.ExitStack() as stack:
         # Prepare: ranks, data sets, the run's folder
@@ -156,6 +159,7 @@ def main(argv: list[str]) -> int:
         if gallery:
             gallery.paint(state, alive.mark)
         report.conclude(state, reached, log.flaw)
+    ranks.stop()
     return 0
 
 
@@ -190,4 +194,4 @@ def save_and_wait(saver: Saver | None, state: State) -> None:
 
 
 if __name__ == "__main__":
-    cli.leave(cli.run("train.py", __doc__, main, sys.argv[1:]))
+    errors.leave(errors.run("train.py", main, sys.argv[1:]))

@@ -19,20 +19,17 @@ from torch import Tensor
 
 from bench import common
 from bench.common import Clock
-from flux_ref import sharding
+from flux_ref import errors, sharding
 from flux_ref.config import Config, ModelConfig
-from flux_ref.errors import Refusal
+from flux_ref.errors import Refusal, between
 from flux_ref.precision.fp8 import architecture, arithmetic, has_kernel
 from flux_ref.precision.layers import MULTIPLE, layers
 from flux_ref.ranks import World
-from flux_ref.run import cli
-from flux_ref.run.options import between, listed
 from tools.shared import flops
 
 WARMUP = 5
 REPEATS = {"cpu": 5, "accelerator": 20}
 SQUARES = {"cpu": (512, 1024), "accelerator": (4096, 8192)}
-SIZES = listed(between(1, common.MOST))
 
 
 @dataclass(frozen=True)
@@ -163,7 +160,7 @@ def best_square(make: Callable[[Product], Callable], clock: Clock) -> float:
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the overrides of the config. Raises: Refusal."""
     parser = common.options("bench.ceiling", __doc__)
-    parser.add_argument("--micro-batches", type=SIZES, default=[8])
+    parser.add_argument("--micro-batches", type=between(1, common.MOST), nargs="+", default=[8])
     return parser.parse_known_args(argv)
 
 
@@ -177,4 +174,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    cli.leave(cli.run("bench.ceiling", __doc__, main, sys.argv[1:]))
+    errors.leave(errors.run("bench.ceiling", main, sys.argv[1:]))

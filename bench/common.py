@@ -19,12 +19,12 @@ import torch
 
 from flux_ref import config, config_file, graphs, ranks
 from flux_ref.config import Config
+from flux_ref.errors import Options, between
 from flux_ref.model import parameter_table
 from flux_ref.precision.fp8 import architecture
 from flux_ref.ranks import World
 from flux_ref.run import compiler_folder
 from flux_ref.run.environment import commit, device_name
-from flux_ref.run.options import Options, between
 from tools.shared import json_option
 
 ALONE = "one rank: no gathers and no reductions, only FSDP2's casts and copies"  # what its figures leave out
@@ -78,6 +78,7 @@ def run(name: str, argv: list[str], parse: Callable, measure: Callable[[Config, 
         }
         report |= {"left_out": ALONE} if world.size == 1 else {}
         report |= measure(cfg, world, args)
+    ranks.stop()
     if world.rank == 0:
         give(report, args.json)
     return 0

@@ -63,7 +63,7 @@ delayed=(--precision.preset=fp8_delayed --precision.dynamic_steps=0)
 
 for pass in new again; do # what decides most comes first
   run tests_graphs bash -c 'tests tests_graphs "$@"' _ "${graphs[@]}"
-  bench ceiling ceiling "${config[@]}" --micro-batches=8,16
+  bench ceiling ceiling "${config[@]}" --micro-batches 8 16
   part eager $rows --parallel.compile=false
   part compiled $rows --profile="$out/compiled_trace.json"
   part graph $rows $captured

@@ -19,7 +19,7 @@ from statistics import mean, median
 
 from bench.common import commit
 from flux_ref import errors
-from flux_ref.run.options import Options
+from flux_ref.errors import Options
 from tools.plan import public
 from tools.plan.public import System
 

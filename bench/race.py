@@ -20,16 +20,14 @@ from torch import Tensor, nn
 
 from bench import common
 from bench.common import END, Clock
-from flux_ref import config, flow, sharding
+from flux_ref import config, errors, flow, sharding
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import Batch, allocate, synthetic
-from flux_ref.errors import Fault, Refusal
+from flux_ref.errors import Fault, Refusal, package
 from flux_ref.formats import diffusers_names
 from flux_ref.latents import image_positions
 from flux_ref.model import Flux
 from flux_ref.ranks import World
-from flux_ref.run import cli
-from flux_ref.run.options import package
 
 
 class OurFlux(Flux):
@@ -161,4 +159,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    cli.leave(cli.run("bench.race", __doc__, main, sys.argv[1:]))
+    errors.leave(errors.run("bench.race", main, sys.argv[1:]))

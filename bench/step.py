@@ -20,14 +20,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import ceiling, common
 from bench.common import END, Clock
-from flux_ref import config_file, graphs, ranks, sharding, toy
+from flux_ref import config_file, errors, graphs, ranks, sharding, toy
 from flux_ref.arithmetic import Arithmetic, arithmetic_of
 from flux_ref.config import Config, micro_batch
 from flux_ref.data import Batch, HostBatch, TrainSet, copy_next
 from flux_ref.errors import Fault
 from flux_ref.model import Flux
 from flux_ref.ranks import World
-from flux_ref.run import cli
 from flux_ref.run.environment import peak_memory_gb
 from flux_ref.step import NEVER, Health, train_step
 from flux_ref.step_runner import State, StepRunner
@@ -188,4 +187,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    cli.leave(cli.run("bench.step", __doc__, main, sys.argv[1:]))
+    errors.leave(errors.run("bench.step", main, sys.argv[1:]))

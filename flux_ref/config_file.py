@@ -6,8 +6,11 @@ What a single key may be stands in config.py; here are the rules that tie keys t
 import dataclasses
 import difflib
 import json
+import re
+import textwrap
 import tomllib
 from collections.abc import Collection, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -83,6 +86,20 @@ def toml_text(value: object) -> str:
     return repr(value) if type(value) is float else json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def key_list() -> str:
+    """Every key of a config with its default, meaning and limits."""
+    lines = [
+        "",
+        "Every key of a config, with its default. Give it as --section.key=value. A run may continue with another",
+        "value of a key that is marked *.",
+    ]
+    for key, known in KEYS.items():
+        meaning = "; ".join(filter(None, (known.meaning, known.allowed)))
+        lines.append(f"{'*' if known.resume else ' '} --{key}={toml_text(known.default)}")
+        lines.append(textwrap.fill(meaning, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    return "\n".join(lines)
+
+
 # TOML that people write
 
 
@@ -101,6 +118,18 @@ def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
+
+
+def config_and_overrides(argv: list[str], default: str) -> tuple[str, list[str]]:
+    """Split [FILE] [--section.key=value ...]. Raises: Refusal for a word at another place."""
+    before, late = next((pair for pair in pairwise(argv) if not pair[1].startswith("-")), ("", None))
+    if re.fullmatch(r"--\w+\.\w+", before):
+        raise Refusal(f"{before} {late}: a key and its value need an equals sign; write {before}={late}")
+    if late is not None:
+        raise Refusal(f"{late!r} is no option; the file or folder comes first, options are --section.key=value")
+    if argv and not argv[0].startswith("-"):
+        return argv[0], argv[1:]
+    return default, argv
 
 
 def _parse_all(overrides: Collection[str]) -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""How a command ends: an error becomes one line on stderr and an exit code. Needs no torch.
+"""How a command reads its options, and how it ends: an error becomes one line and an exit code. Needs no torch.
 
 Exit codes: 0 done, 2 refused, 3 a fault stopped it, 128 + the number of a signal.
 """
 
+import argparse
 import errno
+import importlib
 import json
 import os
 import re
@@ -14,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn, TextIO
 
 BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -50,6 +53,41 @@ class Interrupted(Stop):
     def __init__(self, number: int):
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.exit_code = 128 + number
+
+
+class Options(argparse.ArgumentParser):
+    """A parser whose help is a module's docstring. What is wrong is refused in one line."""
+
+    def __init__(self, prog: str, description: str, **others):
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, description=description, formatter_class=raw, allow_abbrev=False, **others)
+
+    def error(self, message: str) -> NoReturn:
+        raise Refusal(f"{message}; see --help")
+
+
+def between(least: float, most: float, kind: type = int) -> Callable[[str], float]:
+    """The type of an option that takes a number from `least` to `most`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{shown(text)}: give {what} from {least} to {most}")
+        return value
+
+    return parse
+
+
+def package(name: str, use: str) -> ModuleType:
+    """A package that few commands need. use: what needs it. Raises: Refusal if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise Refusal(f"{use} needs {name}, which is not installed: pip install {name}") from None
 
 
 def run(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:

@@ -15,9 +15,8 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from flux_ref import config, config_file, errors
-from flux_ref.errors import Refusal
+from flux_ref.errors import Options, Refusal, package
 from flux_ref.files import records
-from flux_ref.run.options import Options, package
 
 HEAD = f"{'samples':>12} {'A':>9} {'B':>9} {'B - A':>10} {'+-':>9} {'p':>8}"
 

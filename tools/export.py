@@ -18,12 +18,11 @@ from safetensors.torch import save_file
 
 from flux_ref import errors, files
 from flux_ref.config import ModelConfig
-from flux_ref.errors import Refusal
+from flux_ref.errors import Options, Refusal
 from flux_ref.formats import diffusers_names
 from flux_ref.model import parameter_table
 from flux_ref.progress import progress
 from flux_ref.run import weight_files
-from flux_ref.run.options import STEP, Options
 from flux_ref.run.weight_files import COUNTS, TRAINER, Source
 
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
@@ -66,7 +65,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--format", choices=("bfl", "diffusers"), default="bfl")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
     parser.add_argument("--ema", action="store_true", help="the average of the weights")
-    parser.add_argument("--checkpoint", type=STEP, metavar="STEP", help="of a run; default: the newest")
+    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="of a run; default: the newest")
     parser.add_argument("--config", help="a config with the sizes of the model")
     args = parser.parse_args(argv)
     path = weight_files.find(args.source, args.checkpoint)

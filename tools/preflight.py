@@ -24,8 +24,7 @@ import torch.distributed as dist
 
 from flux_ref import ranks
 from flux_ref.config import ParallelConfig
-from flux_ref.errors import Fault, leave, run
-from flux_ref.run.options import Options, between
+from flux_ref.errors import Fault, Options, between, leave, run
 
 TIMES = 50
 FREE = 0.9  # share of a device's memory that must be free

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from flux_ref.config import ModelConfig
-from flux_ref.errors import Fault, Refusal
+from flux_ref.errors import Fault, Refusal, package
 from flux_ref.pictures import autoencoder
 from flux_ref.pictures.autoencoder import FETCH
-from flux_ref.run.options import package
 
 # B batch  H, W pixel rows and columns  C, Y, X latent  T text tokens (256)  E T5 features (4096)  V CLIP features (768)
 CLIP_TOKENS = 77  # all that CLIP has positions for

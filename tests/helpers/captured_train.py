@@ -11,8 +11,8 @@ import stand_in
 import torch
 
 import train
+from flux_ref import errors
 from flux_ref.graphs import CapturedRunner
-from flux_ref.run import cli
 
 run_step = CapturedRunner.train
 
@@ -30,8 +30,8 @@ def main(*argv: str) -> int:
         stand_in.install()
     if "BREAKS_AT" in os.environ:
         CapturedRunner.train = breaking
-    return cli.run("train.py", "", train.main, list(argv))
+    return errors.run("train.py", train.main, list(argv))
 
 
 if __name__ == "__main__":
-    cli.leave(main(*sys.argv[1:]))
+    errors.leave(main(*sys.argv[1:]))

@@ -15,13 +15,12 @@ import torch
 from conftest import MICRO, data_overrides, require_identical
 from torch import Tensor
 
-from flux_ref import config_file, graphs, ranks
+from flux_ref import config_file, errors, graphs, ranks
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
 from flux_ref.evaluate import validation_loss
 from flux_ref.pictures.artist import Artist
 from flux_ref.ranks import World
-from flux_ref.run import cli
 from flux_ref.step_runner import State
 
 STEPS, EVALUATE_EVERY = 20, 5
@@ -113,4 +112,4 @@ def main(data: str, out: str, *overrides: str) -> int:
 
 
 if __name__ == "__main__":
-    cli.leave(main(*sys.argv[1:]))
+    errors.leave(main(*sys.argv[1:]))

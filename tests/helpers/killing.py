@@ -22,10 +22,9 @@ import torch
 from conftest import PYTHONPATH, ROOT, micro_run
 from run_files import lines
 
-from flux_ref import checkpoint
+from flux_ref import checkpoint, errors
 from flux_ref.checkpoint import Checkpoint
 from flux_ref.errors import Refusal
-from flux_ref.run import cli
 from flux_ref.step_runner import StepRunner
 
 sys.path.insert(0, str(ROOT))
@@ -207,11 +206,11 @@ def main(folder: str, *argv: str) -> int:
     folder = Path(folder)
     for (module, name), stand_in in recorder(folder, os.environ.get("SIGNAL", "")).items():
         setattr(module, name, stand_in)
-    code = cli.run("train.py", "", train.main, list(argv))
+    code = errors.run("train.py", train.main, list(argv))
     with (folder / "exit_codes.jsonl").open("a") as file:
         file.write(json.dumps({"rank": int(os.environ.get("RANK", 0)), "code": code}) + "\n")
     return code
 
 
 if __name__ == "__main__":
-    cli.leave(main(*sys.argv[1:]))
+    errors.leave(main(*sys.argv[1:]))

@@ -167,9 +167,9 @@ def test_the_checks_find_what_they_look_for_and_let_good_code_pass():
     assert [source for check, source in BAD if not check(ast.parse(source))] == []
     assert cycle({"a": {"b"}, "b": {"a"}, "c": set()}) == {"a", "b"}
     assert forbidden("step", "tools.plan.memory") and forbidden("tools.plan.memory", "tools.report.score")
-    assert forbidden("run.cli", "tools.shared.flops") and not forbidden("tools.plan.memory", "tools.shared.flops")
+    assert forbidden("run.reporter", "tools.shared.flops") and not forbidden("tools.plan.memory", "tools.shared.flops")
     assert forbidden("run.reporter", "benchmark.mllog") and not forbidden("tools.report.score", "benchmark.closed")
-    assert forbidden("data", "run.cli") and not forbidden("tools.plan.memory", "run.cli")
+    assert forbidden("data", "run.reporter") and not forbidden("tools.plan.memory", "run.reporter")
     assert forbidden("run.reporter", "precision.policy") and not forbidden("tools.plan.memory", "precision.policy")
     good = ast.parse("import numpy as np\ntry:\n    np.load(path, allow_pickle=False)\nexcept OSError:\n    raise")
     assert not unsafe(good) and not backend_words(good) and not own_imports(good) and not long_functions(good, 60)

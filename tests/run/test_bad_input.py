@@ -18,7 +18,6 @@ import train
 from flux_ref import config, config_file, data, errors, rng
 from flux_ref.errors import Refusal
 from flux_ref.formats import shards
-from flux_ref.run import cli
 from flux_ref.step_runner import StepRunner
 
 CFG = config_file.load(MICRO)
@@ -81,7 +80,7 @@ def test_what_looks_impossible_but_is_not(attempt, tmp_path):
 
 def test_help_is_the_usage_and_every_key_with_its_default_and_comment(capsys):
     for argument in ("-h", "--help"):
-        assert cli.run("train.py", train.__doc__, train.main, [argument]) == 0
+        assert errors.run("train.py", train.main, [argument]) == 0
         out = capsys.readouterr().out
         assert "Exit codes" in out and not [line for line in out.splitlines() if len(line) > 120]
     assert re.findall(r"^[* ] --(\w+\.\w+)=", out, re.M) == list(config.KEYS)

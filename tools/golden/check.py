@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flux_ref import errors
-from flux_ref.errors import Refusal
-from flux_ref.run.options import Options
+from flux_ref.errors import Options, Refusal
 from tools.golden import places
 from tools.golden.files import FOLDER, INDEX, Golden, Value, Values, read_tensors
 

@@ -21,9 +21,9 @@ from safetensors.numpy import save
 from torch.distributed.device_mesh import init_device_mesh
 
 from flux_ref import config_file, errors, ranks
+from flux_ref.errors import Options
 from flux_ref.files import whole, write_whole
 from flux_ref.ranks import World
-from flux_ref.run.options import Options
 from tools.golden import places
 from tools.golden.check import is_off, report
 from tools.golden.draws import draws, full_draws, full_net

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from flux_ref import config_file, errors
 from flux_ref.benchmark.facts import TARGET
-from flux_ref.errors import Refusal, printable
+from flux_ref.errors import Options, Refusal, between, printable
 from flux_ref.progress import progress
 from flux_ref.run.forecast import duration
-from flux_ref.run.options import Options, between
 from tools.plan import hardware, plan, public
 from tools.plan.plan import Plan
 from tools.plan.public import PLANNED

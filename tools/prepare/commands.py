@@ -3,7 +3,7 @@
 import importlib
 
 from flux_ref import errors
-from flux_ref.run.options import Options
+from flux_ref.errors import Options
 
 COMMANDS = {  # the file of each is imported when it is called, as the packages that it needs may be missing
     "shapes": "captioned drawings with stand-in encoders, for the CPU",

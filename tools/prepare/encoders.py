@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from flux_ref import files, toy
-from flux_ref.errors import Refusal
+from flux_ref.errors import Refusal, package
 from flux_ref.pictures.autoencoder import Autoencoder
-from flux_ref.run.options import package
 from tools.prepare import job
 
 PIXELS = 64  # rows and columns of a drawing

@@ -28,13 +28,12 @@ from tqdm import tqdm
 
 from flux_ref import files, ranks, sharding
 from flux_ref.config import ModelConfig, ParallelConfig
-from flux_ref.errors import Refusal, one_line
+from flux_ref.errors import Refusal, between, one_line
 from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shard_writer import ShardWriter, key_of, new_shard, npy_blob, shard_path, write_empty
 from flux_ref.pictures import encoders
 from flux_ref.pictures.encoders import Encoders
 from flux_ref.progress import progress
-from flux_ref.run.options import between
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import job, pictures
 from tools.prepare.pictures import Part, Rejection, Sample

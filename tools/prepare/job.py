@@ -11,8 +11,7 @@ from tqdm import tqdm
 
 from flux_ref import config_file, files
 from flux_ref.config import Config
-from flux_ref.errors import Refusal
-from flux_ref.run.options import between
+from flux_ref.errors import Refusal, between
 
 MADE_FROM = "made_from.json"
 Advance = Callable[[int], None]
