@@ -25,7 +25,7 @@ import json
 import sys
 from pathlib import Path
 
-from flux_ref import checkpoint, config_file, errors, files, loss_chart, ranks
+from flux_ref import checkpoint, config_file, errors, files, loss_chart, ranks, sharding
 from flux_ref.alive import Timer
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
@@ -38,7 +38,7 @@ from flux_ref.pictures import drawing
 from flux_ref.ranks import World
 from flux_ref.run import compiler_folder, reporter, weight_files
 from flux_ref.schedule import TIMESTEPS
-from flux_ref.step_runner import State, StepRunner
+from flux_ref.step_runner import Validator
 
 MOST_PROMPTS = 256  # their encodings are in memory together
 
@@ -142,17 +142,17 @@ def evaluate(cfg: Config, world: World, timer: Timer, paths: list[Path], options
             val_set.open()
     draws = options.draw_only or options.prompts or cfg.sample.count
     pictures = drawing.Drawing(cfg, world, options, val_set, timer.mark) if draws else None
-    state = State.build(cfg, world, None, arithmetic_of(cfg), trains=False)
-    steps = StepRunner(state, cfg, world)
+    arithmetic = arithmetic_of(cfg)
+    steps = Validator(sharding.build(cfg, world, None, arithmetic), cfg, world)
     records = []
 
     for path in paths:
         with ranks.agreed():
             source = weight_files.open_source(path, cfg.model, options.ema)
-            weight_files.load(steps.state.net, source)
+            weight_files.load(steps.net, source)
         is_clocked = "samples" in source.info
         samples = int(source.info.get("samples", 0))
-        steps.state.set_clock(samples // cfg.train.global_batch, samples)  # computes as the run at that time
+        arithmetic.begin(samples // cfg.train.global_batch)  # computes as the run at that time
         record = {"weights": str(path), "samples": samples}
         count = f"{samples:,}" if is_clocked else "an unknown number of"
         whose = f"{source.info['name']}, run {source.info['run']}, " if "run" in source.info else ""
@@ -170,7 +170,7 @@ def evaluate(cfg: Config, world: World, timer: Timer, paths: list[Path], options
         if pictures:
             folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path.cwd()
             stem = f"eval_{path.stem}{options.mark}"
-            record["pictures"] = pictures.draw(steps.state.net, folder, stem, timer.mark)
+            record["pictures"] = pictures.draw(steps.net, folder, stem, timer.mark)
             say(f"pictures: {record['pictures']}")
         records.append(record)
     return records

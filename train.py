@@ -51,14 +51,15 @@ def main(argv: list[str]) -> int:
         ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}", "config")
         alive.mark("opening the data sets")
         train_set, val_set = data_sets(cfg, world)
-        sizes = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
+        counts = len(train_set.shards), len(val_set.shards)
+        sizes = {"train_samples": counts[0], "val_samples": counts[1]}
         if cfg.parallel.compile:
             compiler_folder.choose(cfg, world, stack)
         start = stack.enter_context(folder.held(cfg, world, sizes))
         log = BenchmarkLog()
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log.text)))
-        report.introduce(*sizes.values(), start.unlocked)
-        for line in closed.warnings(cfg, *sizes.values()):
+        report.introduce(*counts, start.unlocked)
+        for line in closed.warnings(cfg, *counts):
             report.say(line)
         gallery = None
         if cfg.sample.count:  # before the clock starts, since a wrong autoencoder is refused
@@ -72,14 +73,15 @@ def main(argv: list[str]) -> int:
 
         # Build the state, warm up, then load: any finite weights serve the warm-up and the captures
         log.init_start()
-        log.describe(cfg, world.size, *sizes.values())
+        log.describe(cfg, world.size, *counts)
         alive.mark("building the model")
         state = initial_state(cfg, world, arithmetic, is_loaded=start.checkpoint is not None)
         steps = graphs.runner(state, cfg, world)
         stack.callback(steps.close)
         saved_step = checkpoint.step_of(start.checkpoint) if start.checkpoint else None
         saver = Saver(cfg, world, state, sizes, report.say, saved_step) if cfg.checkpoint.save else None
-        stack.callback(lambda: saver and saver.wait())
+        if saver:
+            stack.callback(saver.wait)
         alive.mark("the first step of the warm-up")
         steps.warm_up()
         alive.mark("capturing the steps")

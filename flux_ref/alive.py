@@ -69,7 +69,7 @@ class Timer:
 
     def stuck(self) -> str:
         """Where this rank stands, in words."""
-        stacks = {thread: traceback.extract_stack(frame) for thread, frame in sys._current_frames().items()}
+        stacks = {thread: [*traceback.extract_stack(frame)] for thread, frame in sys._current_frames().items()}
         stack = stacks.get(threading.main_thread().ident or 0, [])
         places = [f"{os.path.relpath(file, HOME)}:{line}" for file, line, *_ in stack]
         own = [place for place in places if place.startswith(("train.py", "eval.py", "flux_ref/"))]

@@ -8,7 +8,7 @@ Threads read samples and draw their random numbers into pinned host buffers, bes
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class HostBatch:
 
 def read_ahead(
     plan: Iterator[Sequence], fill: Callable[[Rows, int, Any], None], buffers: list[HostBatch], workers: int
-) -> Iterator[HostBatch]:
+) -> Generator[HostBatch, None, None]:
     """The batches of a plan in its order. Threads fill all buffers but the one that was given out last.
 
     plan: per batch, one item per row. fill: fill(rows, i, item) puts an item into row i.
@@ -170,7 +170,7 @@ class TrainSet(SampleSet):
         super().open()
         self.empty = shards.read_empty(empty_dir(self.cfg), self.shards.layout)
 
-    def feed(self, samples: int) -> Iterator[HostBatch]:
+    def feed(self, samples: int) -> Generator[HostBatch, None, None]:
         """Batches from position `samples` of the run on, without end."""
         plan = self._plan(samples // self.cfg.train.global_batch)
         return read_ahead(plan, self._fill, self.buffers, self.cfg.data.workers)
@@ -232,7 +232,7 @@ class ValSet(SampleSet):
         """Batches of one evaluation, the same on every rank."""
         return schedule.steps_for(len(self.shards), self.size * self.cfg.eval.batch)
 
-    def feed(self, evaluation: int) -> Iterator[HostBatch]:
+    def feed(self, evaluation: int) -> Generator[HostBatch, None, None]:
         """All batches of one evaluation. evaluation: the number that names the noise, see rng.val_draw."""
         return read_ahead(self._plan(evaluation), self._fill, self.buffers, self.cfg.data.workers)
 

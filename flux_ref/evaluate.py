@@ -10,10 +10,10 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
-from flux_ref import ranks, sharding
+from flux_ref import ranks
 from flux_ref.data import ValSet, copy_next
 from flux_ref.errors import Fault
-from flux_ref.step_runner import StepRunner
+from flux_ref.step_runner import Validator
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Validation:
 
 
 def validation_loss(
-    steps: StepRunner,
+    steps: Validator,
     val: ValSet,
     samples: int,
     at: Callable[[str], None] = lambda place: None,
@@ -47,7 +47,7 @@ def validation_loss(
                 steps.validate()
                 at(f"validation batch {batch} after {samples} samples")
     finally:
-        sharding.reshard(steps.state.net)  # also after an interruption: a checkpoint saves shards
+        steps.sharded()  # also after an interruption: a checkpoint saves shards
     # sync: once per evaluation.
     return summarise(ranks.all_reduce(steps.sums).tolist(), samples)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from flux_ref import ranks, sharding
 from flux_ref.config import Config
@@ -24,7 +25,7 @@ from flux_ref.ranks import World
 from flux_ref.step_runner import State, StepRunner
 
 REGISTER = "NCCL_GRAPH_REGISTER"
-HIP_SINCE = (2, 12)  # version of torch
+HIP_SINCE = "2.12"  # version of torch
 WARM_STEPS = 2  # before a capture: the first step allocates lazily; the second is like all later steps
 CAPTURED = "captured"
 KEPT: list[dict] = []  # graphs that no rank may destroy
@@ -56,7 +57,7 @@ def obstacle(device: torch.device, cfg: Config) -> str:
     """Why the steps of a run cannot be captured on a device; "" if they can."""
     if device.type != "cuda":
         return f"a device of type {device.type} captures no graphs"
-    if torch.version.hip and torch.__version__ < HIP_SINCE:
+    if torch.version.hip and TorchVersion(torch.__version__) < HIP_SINCE:
         # github.com/pytorch/pytorch issue 177309: the thread of RCCL's watchdog breaks a capture.
         return f"torch {torch.__version__} cannot capture collectives on HIP; it takes torch 2.12"
     if torch.version.hip and cfg.graph.enabled != "on":
@@ -68,8 +69,7 @@ def obstacle(device: torch.device, cfg: Config) -> str:
 
 def runner(state: State, cfg: Config, world: World) -> StepRunner:
     """The steps of a run as its mode asks for."""
-    is_captured = state.opt is not None and mode(cfg, world.device) == CAPTURED
-    return (CapturedRunner if is_captured else StepRunner)(state, cfg, world)
+    return (CapturedRunner if mode(cfg, world.device) == CAPTURED else StepRunner)(state, cfg, world)
 
 
 class Recorder:

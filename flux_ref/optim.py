@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flux_ref.config import Config, OptimConfig
+from flux_ref.model import Flux
 from flux_ref.ranks import World
 from flux_ref.sharding import named_parameters
 
@@ -40,7 +41,7 @@ class ShardedAdamW:
             ranks: 1, or NaN if the gradients are not to be believed. The norm is multiplied with it.
     """
 
-    def __init__(self, net: nn.Module, cfg: Config, world: World, checks: Sequence[Callable[[], Tensor]] = ()):
+    def __init__(self, net: Flux, cfg: Config, world: World, checks: Sequence[Callable[[], Tensor]] = ()):
         optim = cfg.optim
         self.clip_norm = optim.clip_norm
         self.kinds = moment_kinds(optim)
@@ -49,7 +50,7 @@ class ShardedAdamW:
         self.replicas = world.replicas
         self.checks = checks
         self.names, self.parameters = zip(*named_parameters(net).items())
-        self.shards = [nn.Parameter(parameter.detach().to_local()) for parameter in self.parameters]
+        self.shards: list[Tensor] = [nn.Parameter(parameter.detach().to_local()) for parameter in self.parameters]
         self.lr = torch.zeros((), device=world.device)
         self.adamw = torch.optim.AdamW(
             self.shards,

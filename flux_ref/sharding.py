@@ -13,6 +13,7 @@ import shutil
 import sysconfig
 import warnings
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +50,17 @@ class Region(nn.Module):
         return recomputed(self._run, *inputs) if self.recompute == "region" else self._run(*inputs)
 
     def _run(self, *inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        *streams, vec_BD, rope_SR2 = inputs
+        *first, vec_BD, rope_SR2 = inputs
+        streams: tuple[Tensor, ...] = tuple(first)
         for block in self.blocks:
             inputs = (*streams, vec_BD, rope_SR2)
             out = recomputed(block, *inputs) if self.recompute == "block" else block(*inputs)
             streams = out if isinstance(out, tuple) else (out,)
         return out
+
+
+class ShardedFlux(Flux, FSDPModule):
+    """The type of a net that is sharded: FSDP2 gives a Flux the methods of FSDPModule. No object is made of it."""
 
 
 def recomputed(function, *args):
@@ -74,7 +80,7 @@ def named_parameters(net: Flux) -> dict[str, nn.Parameter]:
     return dict(zip(net.names, net.parameters(), strict=True))
 
 
-def build(cfg: Config, world: World, seed: int | None, arithmetic: Arithmetic | None = None) -> Flux:
+def build(cfg: Config, world: World, seed: int | None, arithmetic: Arithmetic | None = None) -> ShardedFlux:
     """The sharded net of a config.
 
     seed: of its initial weights; None leaves the weights undefined. arithmetic: None is the plain one.
@@ -84,16 +90,16 @@ def build(cfg: Config, world: World, seed: int | None, arithmetic: Arithmetic | 
     with torch.device("meta"):
         net = Flux(cfg.model)
         arithmetic.convert(net, world.device)
-    shard(net, cfg, world, arithmetic.compiler)
-    net.to_empty(device=world.device)
-    net.rope = net.make_rope().to(world.device)
+    sharded = shard(net, cfg, world, arithmetic.compiler)
+    sharded.to_empty(device=world.device)
+    sharded.rope = net.make_rope().to(world.device)
     if seed is not None:
-        initialise(net, seed)
-    arithmetic.attach(net, world)
-    return net
+        initialise(sharded, seed)
+    arithmetic.attach(sharded, world)
+    return sharded
 
 
-def shard(net: Flux, cfg: Config, world: World, compiler: dict[str, object]) -> None:
+def shard(net: Flux, cfg: Config, world: World, compiler: dict[str, object]) -> ShardedFlux:
     """Group the blocks of a net on the meta device into regions, then shard the net. The order of the lines matters.
 
     The ranks of a replica gather weights and reduce the gradients of each micro-batch.
@@ -115,11 +121,12 @@ def shard(net: Flux, cfg: Config, world: World, compiler: dict[str, object]) -> 
     freed = len(units) - parallel.kept_regions if parallel.kept_regions >= 0 else 0
     for i, unit in enumerate(units):
         fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=i < freed)
-    fully_shard(net, mesh=world.mesh, mp_policy=mixed_precision)
+    sharded = cast(ShardedFlux, fully_shard(net, mesh=world.mesh, mp_policy=mixed_precision))
     # torch 2.14 and later warn that an in-place operation on a result would be lost. The objective has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if REDUCTIONS > 1:
-        net.set_reduce_scatter_max_input_buffers(REDUCTIONS)
+        sharded.set_reduce_scatter_max_input_buffers(REDUCTIONS)
+    return sharded
 
 
 @torch.no_grad()
@@ -144,7 +151,7 @@ def fill_for_warm_up(net: Flux) -> None:
     """Small random weights, for a warm-up before a checkpoint is loaded. They are the same on no two ranks."""
     with torch.no_grad():
         for parameter in net.parameters():
-            parameter.to_local().normal_(std=0.02)
+            local_rows(parameter)[1].normal_(std=0.02)
 
 
 def local_rows(parameter: nn.Parameter) -> tuple[int, Tensor]:
@@ -185,7 +192,7 @@ def compile_all(units: list[Region], cfg: Config, device: torch.device, own: dic
 
     Raises: Refusal without a C++ compiler on the CPU, or a C compiler on a GPU, where Triton builds its launchers.
     """
-    names = ("g++", "c++", "clang++")
+    names: tuple[str, ...] = ("g++", "c++", "clang++")
     if device.type != "cpu":
         names = (os.environ["CC"],) if "CC" in os.environ else ("gcc", "clang")
         if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():  # which the launchers include
@@ -215,7 +222,7 @@ def uncompiled(cfg: ParallelConfig) -> contextlib.AbstractContextManager:
     return torch.compiler.set_stance("force_eager") if cfg.compile else contextlib.nullcontext()
 
 
-def _set(config, name: str, value: float) -> None:
+def _set(config: Any, name: str, value: float) -> None:
     """Change a setting of the compiler in all threads. config: a config module of torch.
 
     From torch 2.12 on (torch/utils/_config_module.py) an assignment holds in its thread only. Autograd runs backward,

@@ -5,12 +5,12 @@ Eager, compiled and captured runs call the same functions. Only what wraps the f
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from flux_ref import flow, schedule, sharding
 from flux_ref.config import Config
 from flux_ref.data import Batch
 from flux_ref.optim import ShardedAdamW
+from flux_ref.sharding import ShardedFlux
 
 NEVER = -1.0
 
@@ -40,7 +40,7 @@ class Health:
         self.step += 1
 
 
-def train_step(net: FSDPModule, opt: ShardedAdamW, batch: Batch, health: Health, cfg: Config) -> tuple[Tensor, Tensor]:
+def train_step(net: ShardedFlux, opt: ShardedAdamW, batch: Batch, health: Health, cfg: Config) -> tuple[Tensor, Tensor]:
     """Forward, backward, clip and update over one rank's batch, micro-batch by micro-batch.
 
     Each rank takes the mean over its own rows. FSDP2 then takes the mean over the ranks.

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from flux_ref import schedule, sharding
 from flux_ref.arithmetic import Arithmetic, plain
@@ -19,37 +18,34 @@ from flux_ref.data import HostBatch, allocate, copy_next, synthetic
 from flux_ref.errors import Fault
 from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
+from flux_ref.sharding import ShardedFlux
 from flux_ref.step import NEVER, Health, train_step, validation_step
 
 
 @dataclass
 class State:
-    """What outlives a step. A checkpoint holds it, and the skipped samples that data.TrainSet keeps."""
+    """What outlives a step. A checkpoint holds it."""
 
-    net: FSDPModule
-    opt: ShardedAdamW | None  # None in evaluation
+    net: ShardedFlux
+    opt: ShardedAdamW
     arithmetic: Arithmetic  # how the net computes, and the history of that
     step: int = 0  # optimizer steps done
     samples: int = 0  # training samples consumed by all ranks: the clock of the benchmark
 
     @classmethod
-    def build(
-        cls, cfg: Config, world: World, seed: int | None, arithmetic: Arithmetic | None = None, trains: bool = True
-    ) -> "State":
+    def build(cls, cfg: Config, world: World, seed: int | None, arithmetic: Arithmetic | None = None) -> "State":
         """A sharded net and its optimizer. seed: of the weights; None leaves the weights undefined.
 
-        arithmetic: arithmetic_of(cfg); None is the plain one. trains: with an optimizer.
+        arithmetic: arithmetic_of(cfg); None is the plain one.
         """
         arithmetic = arithmetic or plain(cfg)
-        return cls.of(sharding.build(cfg, world, seed, arithmetic), cfg, world, arithmetic, trains)
+        return cls.of(sharding.build(cfg, world, seed, arithmetic), cfg, world, arithmetic)
 
     @classmethod
-    def of(
-        cls, net: FSDPModule, cfg: Config, world: World, arithmetic: Arithmetic | None = None, trains: bool = True
-    ) -> "State":
+    def of(cls, net: ShardedFlux, cfg: Config, world: World, arithmetic: Arithmetic | None = None) -> "State":
         """The state of a sharded net before its first step. arithmetic: that of the net."""
         arithmetic = arithmetic or plain(cfg)
-        return cls(net, ShardedAdamW(net, cfg, world, arithmetic.checks) if trains else None, arithmetic)
+        return cls(net, ShardedAdamW(net, cfg, world, arithmetic.checks), arithmetic)
 
     def set_clock(self, step: int, samples: int) -> None:
         """Set the counters, and choose how the next step and the next validation compute."""
@@ -62,23 +58,34 @@ class State:
         self.set_clock(self.step + 1, self.samples + global_batch)
 
 
-class StepRunner:
-    """Runs the training and the validation step of one net on the buffers that the steps read and write.
+class Validator:
+    """The validation step of one net, on the buffers that the step reads and writes."""
 
-    Both steps compute as State.set_clock has chosen for the present step.
-    A state without an optimizer has a validation step only, which runs eagerly.
-    """
+    def __init__(self, net: ShardedFlux, cfg: Config, world: World):
+        self.net = net
+        self.cfg = cfg
+        self.val_batch = allocate(cfg.model, cfg.eval.batch, world.device)
+        self.sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=world.device)
+
+    def validate(self) -> None:
+        """Add `val_batch` to `sums`, as step.validation_step does. Every rank calls this equally often."""
+        validation_step(self.net, self.val_batch, self.sums, self.cfg)
+
+    def sharded(self) -> None:
+        """Free all gathered weights. After a forward without backward, the next forward would use old weights."""
+        sharding.reshard(self.net)
+
+
+class StepRunner(Validator):
+    """The training step beside the validation step. Both compute as State.set_clock has chosen for the present step."""
 
     def __init__(self, state: State, cfg: Config, world: World):
+        super().__init__(state.net, cfg, world)
         self.state = state
-        self.cfg = cfg
-        rows = rank_batch(cfg, world.size) if state.opt else 0
-        self.train_batch = allocate(cfg.model, rows, world.device)
-        self.val_batch = allocate(cfg.model, cfg.eval.batch, world.device)
+        self.train_batch = allocate(cfg.model, rank_batch(cfg, world.size), world.device)
         self.health = Health(world.device)
         self.loss = torch.zeros((), device=world.device)
         self.grad_norm = torch.zeros((), device=world.device)
-        self.sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=world.device)
         self.warm_s = 0.0  # seconds of a training step and a validation batch, once warmed up
         self.data_wait_s = 0.0  # seconds that the device has waited for training data
 
@@ -105,10 +112,6 @@ class StepRunner:
         self.grad_norm.copy_(grad_norm)
         return self.loss, self.grad_norm
 
-    def validate(self) -> None:
-        """Add `val_batch` to `sums`, as step.validation_step does. Every rank calls this equally often."""
-        validation_step(self.state.net, self.val_batch, self.sums, self.cfg)
-
     def warm_up(self) -> None:
         """Real steps on synthetic batches before the clock starts. They compile, allocate and connect everything.
 
@@ -126,7 +129,7 @@ class StepRunner:
             for _ in range(self.cfg.train.synthetic_steps):
                 begin = time.perf_counter()
                 StepRunner.train(self)
-                StepRunner.validate(self)
+                Validator.validate(self)
                 self.sharded()
                 if self.health.first_bad.max() != NEVER:  # sync: before the clock starts
                     raise Fault(
@@ -144,10 +147,6 @@ class StepRunner:
         self.state.opt.reset()
         self.state.arithmetic.reset()
         self.health.restart(0)
-
-    def sharded(self) -> None:
-        """Free all gathered weights. After a forward without backward, the next forward would use old weights."""
-        sharding.reshard(self.state.net)
 
     def capture(self) -> None:
         """Steps that run eagerly need no capture."""

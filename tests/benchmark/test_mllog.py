@@ -73,7 +73,7 @@ def test_order_values_and_outcome(tmp_path, cfg):
     assert not [event for event in events for word in words if word in json.dumps(event["metadata"])]
     assert (values["seed"], values["submission_org"], values["gradient_accumulation_steps"]) == (7, "Some Org", 36)
     assert values["opt_base_learning_rate"] == cfg.optim.lr
-    log = mllog.BenchmarkLog(None)
+    log = mllog.BenchmarkLog()
     log.disqualify("why")
     log.disqualify("why")
     assert log.flaw == "why"

@@ -16,7 +16,7 @@ from flux_ref.formats import shards
 from flux_ref.ranks import World
 from flux_ref.run import reporter
 from flux_ref.step import validation_step
-from flux_ref.step_runner import State, StepRunner
+from flux_ref.step_runner import Validator
 
 SIZES = (1, 3, pytest.param(4, marks=pytest.mark.slow))
 
@@ -88,7 +88,7 @@ def lone_loss(alone: World, shapes_dir, samples: int, **values: object) -> float
     val_set = ValSet(cfg, 0, 1, False)
     val_set.open()
     net = lively_net(cfg, alone)
-    return validation_loss(StepRunner(State.of(net, cfg, alone, trains=False), cfg, alone), val_set, samples).loss
+    return validation_loss(Validator(net, cfg, alone), val_set, samples).loss
 
 
 def test_fresh_noise_differs_between_evaluations_and_fixed_noise_does_not(alone, shapes_dir):

@@ -33,7 +33,7 @@ from flux_ref.ranks import World
 from flux_ref.run import weight_files
 from flux_ref.run.reporter import Reporter
 from flux_ref.step import Health, train_step
-from flux_ref.step_runner import State, StepRunner
+from flux_ref.step_runner import State, StepRunner, Validator
 
 SIZES = (1, 3, 4)  # numbers of ranks
 STEPS = 4
@@ -188,7 +188,7 @@ def validation(cfg: Config, world: World) -> dict:
     def measure(net: Flux, **values: object) -> dict:
         own = config_file.replace(cfg, **values)
         _, val_set = open_sets(own, world)
-        steps = StepRunner(State.of(net, own, world, trains=False), own, world)
+        steps = Validator(net, own, world)
         result = validation_loss(steps, val_set, VAL_SAMPLES)
         return vars(result) | {"of all ranks": of_all(result.loss)}
 
