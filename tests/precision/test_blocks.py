@@ -1,4 +1,4 @@
-"""A linear under a policy. tests/golden holds its three products under four presets, bit for bit in the casts."""
+"""A linear under a policy."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,7 @@
 """FP8 in a net: one linear, the devices, delayed scaling, and training, validation and checkpoints with it.
 
 On a CPU the decoded values are multiplied (test_fp8_arithmetic.py). Nothing here tells how fast or how stable a GPU is.
-tests/golden holds casts and scales of hard values, histories of given magnitudes, and the scales of casts in a run.
+tests/golden holds casts and scales of hard values.
 """
 
 import json
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from flux_ref import checkpoint, config_file, ranks, sharding
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.checkpoint import Checkpoint
-from flux_ref.config import Config, ModelConfig
+from flux_ref.config import Config, ModelConfig, PrecisionConfig
 from flux_ref.data import TrainSet
 from flux_ref.errors import Refusal
 from flux_ref.model import Flux, SingleBlock, parameter_table
@@ -96,6 +96,35 @@ def test_neither_layouts_nor_delayed_scales_that_equal_the_dynamic_ones_change_a
     for result in results:
         assert all(map(torch.equal, result, results[0]))
         assert result[-2] == x.abs().max() and torch.equal(result[-1], grad.abs().amax(0).float())
+
+
+def test_a_history_keeps_the_newest_magnitudes_and_sets_the_next_scale(world, monkeypatch):
+    """The largest of a step's micro-batches counts; 0 and infinity leave history and scale as they were."""
+    cfg = Config(precision=PrecisionConfig(preset="fp8_delayed", history=2, dynamic_steps=1))
+    linear = PolicyLinear(nn.Linear(32, 16).bfloat16(), "single.0.linear1", cfg, "cpu")
+    state = Precision(cfg)
+    state.find(linear, torch.device("cpu"))
+    taken = []
+    cast = fp8.cast
+
+    def noted(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        taken.append(float(scale))
+        return cast(x, scale, dtype)
+
+    monkeypatch.setattr(fp8, "cast", noted)
+    ones = torch.ones(16, 32).bfloat16()
+    histories = []
+    for step, pair in enumerate(((2, 1), (4, 8), (1, 1), (0, 0), (1, math.inf), (1, 1))):
+        state.begin(step)
+        taken.clear()
+        for factor in pair:
+            linear(ones * factor).sum().backward()
+        scales = [taken[0], taken[len(taken) // 2]]  # of the input of each micro-batch
+        histories.append(state.history[0].tolist())
+        assert scales == [448 / (max(histories[step]) if step else factor) for factor in pair], step
+        state.remember_magnitudes()
+        linear.weight.data.mul_(2)
+    assert histories == [[0, 0], [2, 0], [8, 2], [1, 8], [1, 8], [1, 8]]
 
 
 def test_a_block_in_parts_gives_the_bits_of_the_plain_one():

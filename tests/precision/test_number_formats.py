@@ -1,7 +1,4 @@
-"""The number formats against ml_dtypes, torch and torchao, and against plain formulas.
-
-tests/golden also holds Hadamard transforms, stochastic rounding, and scales of blocks that are not finite.
-"""
+"""The number formats against ml_dtypes, torch and torchao, and against plain formulas."""
 
 import math
 from itertools import pairwise, product
@@ -207,3 +204,36 @@ def test_chances_are_the_words_of_the_stream_in_every_part():
             starts = [rows * 40 * rank for rank in range(ranks)]
             parts = [blocks.chances(torch.tensor([seed, step, number, start]), whole[:rows]) for start in starts]
             assert torch.cat(parts).flatten().tolist() == want, (seed, ranks)
+
+
+def test_a_chance_decides_between_the_two_values_around_a_number():
+    """Upwards where share + chance reaches 1; the share of a negative number counts from the value below it, too."""
+    chances = torch.arange(16) / 16
+    for form in FORMATS.values():
+        values = sorted({abs(value) for value in form.table() if math.isfinite(value)})
+        for lower, upper in pairwise(values):
+            for share in (0.0, 0.25, 0.75):
+                x = torch.full((16,), lower + share * (upper - lower))
+                want = torch.where(share + chances >= 1, upper, lower)
+                assert torch.equal(casts.rounded(x, form, chances), want), (form.name, lower)
+                want = torch.where(1 - share + chances >= 1, -lower, -upper)
+                assert torch.equal(casts.rounded(-x, form, chances), want), (form.name, lower)
+
+
+def test_hadamard_is_sylvesters_matrix():
+    x = torch.randint(-8, 9, (4, 64), generator=torch.Generator().manual_seed(0)).float()
+    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    for size, times in ((16, 4), (32, 5)):
+        matrix = torch.ones(1, 1)
+        for _ in range(times):
+            matrix = torch.kron(matrix, two)
+        want = (x.view(4, -1, size) @ matrix).view(4, 64) / math.sqrt(size)
+        torch.testing.assert_close(casts.hadamard(x, size), want)
+
+
+def test_a_block_that_is_not_finite_has_the_scale_nan():
+    for value, rule in product((math.nan, math.inf), ("floor", "rceil")):
+        x = torch.ones(2, 32)
+        x[1, 3] = value
+        scales = casts.scaled(x, E4M3, Scaling(rule, 1, 32))[1]
+        assert casts.scale_codes(scales).flatten().tolist() == [119, 255], (value, rule)

@@ -1,22 +1,19 @@
-"""The golden values of bf16 and FP8: one step, single operations, casts, scales and their order."""
+"""The golden values of bf16 and FP8: one step, single operations, casts and scales."""
 
 import re
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from flux_ref import flow, latents, model
 from flux_ref.config import Config, PrecisionConfig
-from flux_ref.precision import fp8
 from flux_ref.precision.casts import scale_of_magnitude
 from flux_ref.precision.fp8 import cast, magnitudes, scales_of
-from flux_ref.precision.hooks import Precision
 from flux_ref.precision.linear import PolicyLinear
 from tools.golden import places
 from tools.golden.files import Values
 from tools.golden.forward import Tensors, named, passed, plain
-from tools.golden.training import CPU, weights_of
+from tools.golden.training import weights_of
 
 LAYER = "single.0.linear1"  # as a policy names a linear; any will do
 KEPT = re.compile(
@@ -112,52 +109,3 @@ def fp8_edges(given: Values) -> Tensors:
         values |= {f"edge.{kind}.bits": codes.view(torch.uint8), f"edge.{kind}.decoded": codes.float()}
         values[f"scales.{kind}"] = scale_of_magnitude(fed["scales.amax"], torch.finfo(dtype).max)
     return named("fp8", values)
-
-
-def delayed(linear: nn.Linear, **keys: int) -> tuple[PolicyLinear, Precision]:
-    """A linear with delayed scales, and what it remembers."""
-    cfg = Config(precision=PrecisionConfig(preset="fp8_delayed", **keys))
-    in_fp8 = PolicyLinear(linear, LAYER, cfg, "cpu")
-    state = Precision(cfg)
-    state.find(in_fp8, CPU)
-    return in_fp8, state
-
-
-def fp8_history(given: Values) -> Tensors:
-    """What delayed scaling remembers of given magnitudes, (steps, 2), after each step."""
-    _, state = delayed(operands(given)[2], history=places.inputs_of("fp8.delayed.history")["history"])
-    histories = []
-    for row in torch.from_numpy(given["fp8.delayed.amax"]):
-        for noted, value in zip(state.amaxes, row):
-            noted.copy_(noted.maximum(value))  # as a cast notes them
-        state.remember_magnitudes()
-        histories.append(state.history.clone())
-    return {"fp8.delayed.history": torch.stack(histories)}
-
-
-def fp8_order(given: Values) -> Tensors:
-    """Which scale each cast uses under delayed scaling: history 2, the first step dynamic, two micro-batches a step.
-
-    Step i casts inputs and gradients with the scales that were set after step i - 1. The weight doubles after each
-    step, and its scale is of the present weight.
-    """
-    about = places.inputs_of("fp8.order.scale")
-    x, grad, linear = operands(given)
-    in_fp8, state = delayed(linear, history=about["history"], dynamic_steps=about["dynamic_steps"])
-    scales = []
-
-    def noting_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        scales.append(scale.clone())
-        return cast(x, scale, dtype)
-
-    with patch.object(fp8, "cast", noting_cast):  # no other way to see which scale a linear takes
-        for number, factors in enumerate(torch.from_numpy(given["fp8.order.factors"]).bfloat16()):
-            state.begin(number)
-            for factor in factors:
-                in_fp8(x * factor).backward(grad * factor)
-            state.remember_magnitudes()
-            in_fp8.weight.data.mul_(about["weight_factor_after_each_step"])
-        with torch.no_grad():
-            in_fp8(x)
-    of_steps = torch.stack(scales[:-2]).unflatten(0, (-1, 2, 4))  # input, weight, gradient, weight again
-    return {"fp8.order.scale": of_steps[..., :3], "fp8.order.val_scale": torch.stack(scales[-2:])}

@@ -28,9 +28,8 @@ from tools.golden import places
 from tools.golden.check import is_off, report
 from tools.golden.draws import draws, full_draws, full_net
 from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden, Value, Values, checksum
-from tools.golden.formats import formats, presets
 from tools.golden.forward import Recorded
-from tools.golden.precision import bf16, fp8_edges, fp8_history, fp8_linear, fp8_order, operations
+from tools.golden.precision import bf16, fp8_edges, fp8_linear, operations
 from tools.golden.training import BATCH, CPU, clipping, init, on_two_ranks, training, validation
 
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}  # others: as torch names them
@@ -52,11 +51,7 @@ def record(given: Values) -> dict[str, tuple[str, np.ndarray]]:
         values |= bf16(cfg, given, {name: values[f"batch.{name}"] for name in BATCH})
         values |= fp8_edges(given)
         values |= fp8_linear(given)
-        values |= fp8_history(given)
-        values |= fp8_order(given)
     values |= full_net()
-    values |= formats(given)
-    values |= presets(given)
     return plainly(values)
 
 
