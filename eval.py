@@ -25,32 +25,40 @@ import json
 import sys
 from pathlib import Path
 
-from flux_ref import checkpoint, config_file, errors, files, loss_chart, ranks, sharding
+from flux_ref import checkpoint, config_file, errors, files, loss_chart, ranks, sharding, weights
 from flux_ref.alive import Timer
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
 from flux_ref.data import ValSet
-from flux_ref.errors import Options, Refusal
-from flux_ref.evaluate import Validation, validation_loss
-from flux_ref.formats import outside
+from flux_ref.errors import Options, Refusal, printable
+from flux_ref.evaluate import validation_loss
 from flux_ref.optim import EMA
 from flux_ref.pictures import drawing
 from flux_ref.ranks import World
-from flux_ref.run import compiler_folder, reporter, weight_files
+from flux_ref.run import compiler_folder, reporter
 from flux_ref.schedule import TIMESTEPS
 from flux_ref.step_runner import Validator
 
 MOST_PROMPTS = 256  # their encodings are in memory together
 
 
-def table(result: Validation) -> str:
-    """The eight losses and their mean as text, one per line."""
-    names = [f"t = {k}/{TIMESTEPS}" for k in range(TIMESTEPS)]
-    rows = []
-    for name, loss, stderr in zip((*names, "mean   "), (*result.losses, result.loss), (*result.stderrs, result.stderr)):
-        error = f" +- {stderr:.4f}" if files.is_number(stderr) else ""
-        rows.append(f"{name}   {loss:.4f}{error}")
-    return "\n".join(rows) + f"  over {result.count:,} samples"
+def text(record: dict) -> str:
+    """What was measured of a set of weights and drawn by it, for people."""
+    count = "an unknown number of" if record["samples"] is None else f"{record['samples']:,}"
+    whose = f"{record['name']}, " if record["name"] else ""
+    which = f"; the average of the weights, with a half-life of {record[EMA]:,} samples" if EMA in record else ""
+    lines = [f"{record['weights']}: {whose}after {count} training samples{which}"]
+    if "val_loss" in record:
+        names = [*(f"t = {k}/{TIMESTEPS}" for k in range(TIMESTEPS)), "mean   "]
+        losses = [*record["val_loss_per_timestep"], record["val_loss"]]
+        for name, loss, stderr in zip(names, losses, [*record["stderr_per_timestep"], record["stderr"]]):
+            lines.append(f"{name}   {loss:.4f}" + (f" +- {stderr:.4f}" if stderr is not None else ""))
+        lines[-1] += f"  over {record['count']:,} samples"
+        if record["noise"] == "fresh" and record["samples"] is None:
+            lines.append("noise of evaluation 0: these weights state no samples; compare with --eval.noise=fixed")
+    if "pictures" in record:
+        lines.append(f"pictures: {record['pictures']}")
+    return "\n".join(map(printable, lines))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -80,15 +88,12 @@ def main(argv: list[str]) -> int:
         print(__doc__ + config_file.key_list())
         return 0
     options = parse(argv)
-    first = weight_files.find(options.path, options.step)
-    paths = [first]
-    if options.all:
-        paths = checkpoint.list_checkpoints(options.path)
+    first = weights.find(options.path, options.step)
+    paths = checkpoint.list_checkpoints(options.path) if options.all else [first]
     if not paths:
-        raise Refusal(
-            f"{options.path} is not a run, so --all has no checkpoints to walk through; {weight_files.REMEDY}"
-        )
-    cfg = config_file.override(weight_files.config_of(first, options.config), options.overrides)
+        raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {weights.REMEDY}")
+    cfg = config_file.replace(weights.config_of(first, options.config), parallel__replicate=1)  # fits any world
+    cfg = config_file.override(cfg, options.overrides)
     with contextlib.ExitStack() as stack:
         timer = stack.enter_context(Timer("eval.py", cfg.run.hang_s))
         world = ranks.start(cfg.parallel)
@@ -126,14 +131,9 @@ def draw_curve(cfg: Config, records: list[dict], options: argparse.Namespace) ->
 
 def evaluate(cfg: Config, world: World, timer: Timer, paths: list[Path], options: argparse.Namespace) -> list[dict]:
     """One record per set of weights. Collective."""
-
-    def say(line: str) -> None:
-        if world.rank == 0 and not options.json:
-            print(line)
-
     with ranks.agreed():
         # A wrong file is named before the data set is opened.
-        weight_files.open_source(paths[0], cfg.model, options.ema)
+        weights.open_source(paths[0], cfg.model, options.ema)
         val_set = None
         if not (options.draw_only and options.prompts):
             if not cfg.data.val:
@@ -145,33 +145,22 @@ def evaluate(cfg: Config, world: World, timer: Timer, paths: list[Path], options
     arithmetic = arithmetic_of(cfg)
     steps = Validator(sharding.build(cfg, world, None, arithmetic), cfg, world)
     records = []
-
     for path in paths:
         with ranks.agreed():
-            source = weight_files.open_source(path, cfg.model, options.ema)
-            weight_files.load(steps.net, source)
-        is_clocked = "samples" in source.info
-        samples = int(source.info.get("samples", 0))
+            source = weights.open_source(path, cfg.model, options.ema)
+            weights.load(steps.net, source)
+        record = {"weights": str(path), "name": source.info.get("name"), "samples": None}
+        record |= {key: int(source.info[key]) for key in ("samples", EMA) if key in source.info}
+        samples = record["samples"] or 0
         arithmetic.begin(samples // cfg.train.global_batch)  # computes as the run at that time
-        record = {"weights": str(path), "samples": samples}
-        count = f"{samples:,}" if is_clocked else "an unknown number of"
-        whose = f"{source.info['name']}, run {source.info['run']}, " if "run" in source.info else ""
-        which = ""
-        if EMA in source.info:
-            record[EMA] = int(source.info[EMA])
-            which = f"; the average of the weights, with a half-life of {record[EMA]:,} samples"
-        say(outside.printable(f"{path}: {whose}after {count} training samples{which}"))
-        if not options.draw_only:
+        if val_set and not options.draw_only:
             result = validation_loss(steps, val_set, samples, at=timer.mark)
-            say(table(result))
-            record |= reporter.validation_record(result)
-            if cfg.eval.noise == "fresh" and not is_clocked:
-                say("noise of evaluation 0: these weights state no samples; compare files with --eval.noise=fixed")
+            record |= reporter.validation_record(result) | {"noise": cfg.eval.noise}
         if pictures:
             folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path.cwd()
-            stem = f"eval_{path.stem}{options.mark}"
-            record["pictures"] = pictures.draw(steps.net, folder, stem, timer.mark)
-            say(f"pictures: {record['pictures']}")
+            record["pictures"] = pictures.draw(steps.net, folder, f"eval_{path.stem}{options.mark}", timer.mark)
+        if world.rank == 0 and not options.json:
+            print(text(record))
         records.append(record)
     return records
 

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from flux_ref import checkpoint, config, config_file, errors, folder, graphs, ranks, schedule, sharding, toy
+from flux_ref import checkpoint, config, config_file, errors, folder, graphs, ranks, schedule, sharding, toy, weights
 from flux_ref.alive import Alive
 from flux_ref.arithmetic import Arithmetic, arithmetic_of
 from flux_ref.benchmark import closed, convergence
@@ -26,7 +26,7 @@ from flux_ref.evaluate import validation_loss
 from flux_ref.formats import shards
 from flux_ref.pictures.drawing import Gallery
 from flux_ref.ranks import World
-from flux_ref.run import compiler_folder, weight_files
+from flux_ref.run import compiler_folder
 from flux_ref.run.reporter import Reporter
 from flux_ref.saver import Saver, load
 from flux_ref.step_runner import State
@@ -184,7 +184,7 @@ def initial_state(cfg: Config, world: World, arithmetic: Arithmetic, is_loaded: 
     if is_loaded:
         sharding.fill_for_warm_up(state.net)
     elif cfg.init.weights:
-        weight_files.load_everywhere(state.net, Path(cfg.init.weights), cfg.model)
+        weights.load_everywhere(state.net, Path(cfg.init.weights), cfg.model)
     return state
 
 

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from bench import common
 from bench.common import END, Clock
-from flux_ref import config, errors, flow, sharding
+from flux_ref import config, diffusers_names, errors, flow, sharding
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import Batch, allocate, synthetic
 from flux_ref.errors import Fault, Refusal, package
-from flux_ref.formats import diffusers_names
 from flux_ref.latents import image_positions
 from flux_ref.model import Flux
 from flux_ref.ranks import World

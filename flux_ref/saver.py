@@ -21,11 +21,11 @@ from flux_ref import checkpoint, config, files, ranks, sharding
 from flux_ref.checkpoint import Checkpoint, TensorSlice
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import fit
 from flux_ref.model import parameter_table
 from flux_ref.optim import bytes_per_parameter
 from flux_ref.ranks import World
 from flux_ref.step_runner import State
+from flux_ref.tensors import finite, require_fit
 
 BUFFER_ELEMENTS = 2**28  # 1 GiB: a power of two, and small beside a rank's shards
 HISTORY = "fp8.history."  # and a layer: how the keys of delayed scales begin
@@ -236,11 +236,11 @@ def load(path: Path, state: State) -> None:
             {key: tuple(one.shape) for key, one in tensors.items() if not key.startswith(HISTORY)}
             for tensors in (saved.tensors, rows)
         )
-        fit.require_fit(found, want, f"checkpoint {path}")
+        require_fit(found, want, f"checkpoint {path}")
         for key, row in rows.items():
             with torch.no_grad():
                 if key in saved.tensors:
-                    row.local.copy_(fit.finite(saved.read(key, row.first, len(row.local)), key, path))
+                    row.local.copy_(finite(saved.read(key, row.first, len(row.local)), key, path))
                 else:
                     row.local.zero_()
     state.arithmetic.set_scales()

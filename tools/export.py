@@ -16,14 +16,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from flux_ref import errors, files
+from flux_ref import diffusers_names, errors, files, weights
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Options, Refusal
-from flux_ref.formats import diffusers_names
 from flux_ref.model import parameter_table
 from flux_ref.progress import progress
-from flux_ref.run import weight_files
-from flux_ref.run.weight_files import COUNTS, TRAINER, Source
+from flux_ref.weights import COUNTS, TRAINER, Source
 
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -36,11 +34,11 @@ def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: to
     """
     if not out.parent.is_dir():
         raise Refusal(f"{out.parent}, where {out.name} is to appear, is no folder; make it or choose another place")
-    parts = weight_files.whole_parts(parameter_table(model))
+    parts = weights.whole_parts(parameter_table(model))
     if layout == "diffusers":
         diffusers_names.require_diffusers(model)
         parts = diffusers_names.bfl_parts(model)
-    trained = {key: str(source.info[key]) for key in (*COUNTS, "name", "run") if key in source.info}
+    trained = {key: str(source.info[key]) for key in (*COUNTS, "name") if key in source.info}
     metadata = {"format": "pt", "trained_by": TRAINER, **trained} if trained else {"format": "pt"}
     with files.whole(out, is_new=True) as partial:
         file = partial
@@ -68,9 +66,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--checkpoint", type=int, metavar="STEP", help="of a run; default: the newest")
     parser.add_argument("--config", help="a config with the sizes of the model")
     args = parser.parse_args(argv)
-    path = weight_files.find(args.source, args.checkpoint)
-    model = weight_files.config_of(path, args.config).model
-    source = weight_files.open_source(path, model, args.ema)
+    path = weights.find(args.source, args.checkpoint)
+    model = weights.config_of(path, args.config).model
+    source = weights.open_source(path, model, args.ema)
     export(source, model, args.out, args.format, DTYPES[args.dtype])
     print(f"{args.out}: written from {path}{', the average of its weights' if args.ema else ''}")
     return 0

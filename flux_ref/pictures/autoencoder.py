@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flux_ref import latents
+from flux_ref.diffusers_names import require_config
 from flux_ref.errors import Refusal, package
-from flux_ref.formats.diffusers_names import require_config
 
 FILES = 'ae.safetensors "text_encoder*/*" "tokenizer*/*"'
 FETCH = f"fetch it: hf download black-forest-labs/FLUX.1-schnell {FILES} --local-dir DIR"

@@ -1,6 +1,7 @@
 """What a run writes into its folder and shows on the terminal while it trains. Only rank 0 writes."""
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -266,7 +267,7 @@ class Reporter:
             lines.append(f"  pictures  {self.folder}/samples")
         if self.cfg.checkpoint.save:
             options = "" if self.cfg.data.val else " --draw-only --prompt TEXT"
-            lines.append(f"  weights   python eval.py {self.folder}{options}")
+            lines.append(f"  weights   {shlex.join(('python', 'eval.py', str(self.folder)))}{options}")
         self.say("\n".join(lines))
         if self.speaks:
             record = {"outcome": outcome, "step": state.step, "samples": state.samples}

@@ -12,10 +12,9 @@ import torch
 from checkpoint_ranks import FACTS
 from torch import Tensor
 
-from flux_ref import checkpoint, sharding
+from flux_ref import checkpoint, sharding, weights
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
-from flux_ref.run import weight_files
 from flux_ref.saver import Saver
 from flux_ref.step_runner import State
 
@@ -37,7 +36,7 @@ def wanted(name: str, shape: tuple[int, ...], last: int) -> Tensor:
 def error(path: Path) -> float:
     """The largest error of any parameter of an average, as eval.py and `tools.export` read it."""
     model = checkpoint_ranks.narrow_config(path).model
-    source = weight_files.open_source(path, model, averaged=True)
+    source = weights.open_source(path, model, averaged=True)
     errors = []
     for name, shape in parameter_table(model).items():
         found = source.read(name, 0, shape[0]).double()

@@ -8,7 +8,7 @@ from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 
 from flux_ref.config import ModelConfig
-from flux_ref.formats.diffusers_names import diffusers_config
+from flux_ref.diffusers_names import diffusers_config
 from flux_ref.model import Flux
 
 FULL_WIDTH = ModelConfig(double_blocks=1, single_blocks=1, latent_height=4, latent_width=6, text_tokens=9)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from flux_ref import checkpoint, config_file, errors, ranks, schedule, sharding
+from flux_ref import checkpoint, config_file, errors, ranks, schedule, sharding, weights
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet, allocate, copy_next
@@ -30,7 +30,6 @@ from flux_ref.evaluate import validation_loss
 from flux_ref.model import Flux
 from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
-from flux_ref.run import weight_files
 from flux_ref.run.reporter import Reporter
 from flux_ref.step import Health, train_step
 from flux_ref.step_runner import State, StepRunner, Validator
@@ -263,7 +262,7 @@ def loading_nan(cfg: Config, world: World, folder: Path) -> list[str]:
         save_file(tensors, path)
     dist.barrier()
     try:
-        weight_files.load_everywhere(net, path, cfg.model)
+        weights.load_everywhere(net, path, cfg.model)
     except Refusal as error:
         return of_all(str(error))
     return of_all("")

@@ -24,12 +24,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flux_ref import config_file, files, tensors
+from flux_ref import config_file, files, tensors, weights
 from flux_ref.config import KEYS
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import shards
 from flux_ref.formats.shards import BadSample
-from flux_ref.run import weight_files
 from tools.prepare import pictures
 from tools.prepare.pictures import Sample
 from tools.report import result_log, score
@@ -138,16 +137,16 @@ def test_the_weights_of_others(kinds, data):
     sound = safetensors.torch.save(made, {"trained_by": "flux_ref"})
     content = data.draw(st.just(sound) | damaged(sound, head=200))
     with file_of(content, "some.safetensors") as path, told():
-        found = weight_files.Tensors([path])
+        _, shapes, _ = weights.headers([path])
         want = safetensors.torch.load(content)
-        assert found.shapes == {name: tuple(tensor.shape) for name, tensor in want.items()}
+        assert shapes == {name: tuple(tensor.shape) for name, tensor in want.items()}
         for name, tensor in want.items():
             assert tensor.dtype in tensors.DTYPES.values()
             if tensor.ndim:
                 bits = BITS[tensor.dtype]
-                assert torch.equal(found.read(name, 1, 1).view(bits), tensor[1:2].view(bits))
+                assert torch.equal(tensors.read_rows(path, name, 1, 1, "weights").view(bits), tensor[1:2].view(bits))
     with file_of(content, "some.safetensors") as path, told():
-        weight_files.open_source(path, MODEL)
+        weights.open_source(path, MODEL)
 
 
 @pytest.fixture(scope="module")

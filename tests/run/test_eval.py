@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from small_encoders import save_ae
 
 import eval as eval_script
-from flux_ref import checkpoint, loss_chart
+from flux_ref import checkpoint, config_file, loss_chart
 from flux_ref.pictures import artist, autoencoder, sheet
 from tools import export
 
@@ -88,6 +89,16 @@ def test_the_curve_has_the_evaluations_whose_checkpoints_are_gone(run, evaluate,
     evaluate(copy, "--all", "--eval.noise=fixed")  # other numbers than the logged
     assert curves[0] == [(record["samples"], record["val_loss"]) for record in logged(run)]
     assert [samples for samples, _ in curves[1]] == [60]
+
+
+def test_the_command_that_a_run_of_two_copies_prints_works_as_printed(shapes_dir, tmp_path, attempt, capsys):
+    """Fault M6: at one rank, and in a folder with a space."""
+    assert called("train.py", *micro_run(shapes_dir, tmp_path / "my run")) == 0
+    python, name, *argv = shlex.split(capsys.readouterr().out.rpartition("  weights   ")[2])
+    assert (python, name, argv) == ("python", "eval.py", [str(tmp_path / "my run")])
+    copies = config_file.replace(config_file.load(tmp_path / "my run" / "config.toml"), parallel__replicate=2)
+    (tmp_path / "copies.toml").write_text(config_file.dump(copies))
+    assert attempt(*argv, f"--config={tmp_path}/copies.toml", name="eval.py")[0] == 0
 
 
 @pytest.mark.slow
@@ -227,7 +238,7 @@ def test_each_drawing_is_a_new_file_in_its_run_or_here(run, exported, evaluate, 
     records = [evaluate(run, *drawing, "--data.val=nowhere") for _ in range(2)]
     records.append(evaluate(run, *drawing, "--seed=1"))
     first, second, other = (Path(record["pictures"]) for record in records)
-    assert records[0].keys() == {"weights", "samples", "pictures"}
+    assert records[0].keys() == {"weights", "name", "samples", "pictures"}
     assert {path.parent for path in (first, second, other)} == {run / "samples"}
     assert re.fullmatch(r"eval_step_000000005_\d+\.png", first.name)
     assert len({*before, first, second, other}) == len(before) + 3
@@ -285,8 +296,6 @@ def test_what_means_nothing_is_refused_in_one_line_before_any_evaluation(run, ev
         line = evaluate(run, *options, code=2)
         assert all(word in line for word in words), (options, line)
     (tmp_path / "notes.txt").write_text("not weights")  # named before data that is not there
-    line = evaluate(MICRO, code=2)  # fault F7
-    assert "micro.toml is a config, which holds no weights; give a run" in line
     line = evaluate(tmp_path / "notes.txt", f"--config={MICRO}", "--data.val=nowhere/val", code=2)
     assert "weights " in line and "notes.txt" in line
 

@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
-from flux_ref import config_file
+from flux_ref import config_file, diffusers_names
 from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import KEYS, Config
-from flux_ref.formats import diffusers_names
 from flux_ref.model import TIME_WAVES, initial, parameter_table
 from flux_ref.precision.layers import layers
 from tools.shared import communication as closed_forms

@@ -11,11 +11,9 @@ from peer_net import diffusers_forward, random_inputs, relative_error, to_diffus
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from flux_ref import config_file, errors
+from flux_ref import config_file, diffusers_names, errors, weights
 from flux_ref.config import ModelConfig
-from flux_ref.formats import diffusers_names
 from flux_ref.model import Flux, parameter_table
-from flux_ref.run import weight_files
 from tools import export
 
 MODEL = config_file.load(MICRO).model
@@ -94,7 +92,7 @@ def test_what_is_there_stays_and_what_diffusers_cannot_compute_is_not_exported_t
             assert words in refusal(export.main, argv)
     assert (tmp_path / "file").read_text() == "mine" and not [*(tmp_path / "folder").iterdir()]
     other = config_file.replace(config_file.load(MICRO), model__mlp_ratio=3).model
-    opened = weight_files.Source("BFL", source, weight_files.Tensors([source]), {}, {})
+    opened = weights.open_source(source, MODEL)
     assert "model.mlp_ratio" in refusal(export.export, opened, other, tmp_path / "x", "diffusers", torch.float32)
 
 

@@ -1,6 +1,7 @@
 """Weights of every form fill a net bit for bit at any number of ranks. Files that do not fit, are damaged or mean harm
 are refused in one line."""
 
+import dataclasses
 import json
 import math
 import os
@@ -21,12 +22,10 @@ from peer_net import to_diffusers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from flux_ref import config, config_file, errors, sharding
+from flux_ref import config, config_file, diffusers_names, errors, sharding, weights
 from flux_ref.checkpoint import Checkpoint
 from flux_ref.config import ModelConfig
-from flux_ref.formats import diffusers_names
 from flux_ref.model import parameter_table
-from flux_ref.run import weight_files
 
 CFG = config_file.load(MICRO)
 NARROW = config_file.replace(CFG, **rank_runs.NARROW)
@@ -87,21 +86,21 @@ def kept(shapes_dir, tmp_path_factory) -> Path:
     write_diffusers(folder / "pipeline" / "transformer", model, tensors)
     save_file({"encoder.conv_in.bias": torch.zeros(1)}, folder / "pipeline" / "ae.safetensors")  # lies there, too
     assert write_run(folder / "run", shapes_dir, folder / "bfl.safetensors") == 0
-    shutil.copytree(weight_files.find(folder / "run"), folder / "checkpoint")
+    shutil.copytree(weights.find(folder / "run"), folder / "checkpoint")
     return folder
 
 
-def opened(path: Path, model: ModelConfig, step: int | None = None) -> weight_files.Source:
-    return weight_files.open_source(weight_files.find(path, step), model)
+def opened(path: Path, model: ModelConfig, step: int | None = None) -> weights.Source:
+    return weights.open_source(weights.find(path, step), model)
 
 
 def read_all(path: Path, given: str | None = str(MICRO)) -> int:
     """The exit code of a command that reads all weights at a path."""
 
     def read() -> int:
-        found = weight_files.find(path)
-        model = weight_files.config_of(found, given).model
-        source = weight_files.open_source(found, model)
+        found = weights.find(path)
+        model = weights.config_of(found, given).model
+        source = weights.open_source(found, model)
         for name, shape in parameter_table(model).items():
             source.read(name, 0, shape[0])
         return 0
@@ -116,8 +115,8 @@ def require_filled(net: nn.Module, path: Path, cfg: config.Config, want: dict[st
         for _, local in rows.values():
             local.zero_()
     source = opened(path, cfg.model)
-    with mock.patch.object(source.tensors, "read", wraps=source.tensors.read) as read:
-        weight_files.load(net, source)
+    read = mock.Mock(wraps=source.stored)
+    weights.load(net, dataclasses.replace(source, stored=read))
     for name, (first, local) in rows.items():
         require_identical({name: local}, {name: want[name][first : first + len(local)]})
     assert sum(call.args[2] for call in read.call_args_list) == sum(len(local) for _, local in rows.values()), path
@@ -149,7 +148,7 @@ def test_training_starts_from_exactly_these_weights(kept, shapes_dir, tmp_path, 
     fixed, source = "--eval.noise=fixed", kept / "f16.safetensors"
     assert write_run(tmp_path / "run", shapes_dir, source, "--eval.at_start=true", fixed) == 0
     assert f"  weights init.weights={source}\n" in capsys.readouterr().out
-    saved = Checkpoint(weight_files.find(tmp_path / "run"))
+    saved = Checkpoint(weights.find(tmp_path / "run"))
     model = {key.removeprefix("model."): saved.read(key) for key in saved.tensors if key.startswith("model.")}
     require_identical(model, rounded("f16", tensors_of(CFG.model)))
 
@@ -182,22 +181,29 @@ def run(tmp_path) -> Path:
 
 
 def complaint(path: Path, step: int | None = None) -> str:
-    return refusal(weight_files.find, path, step)
+    return refusal(weights.find, path, step)
 
 
 def test_a_step_means_that_checkpoint_of_a_run_and_none_the_newest(run, kept):
-    assert weight_files.find(run).name == "step_000000010"
-    assert weight_files.find(run, 2).name == "step_000000002"
+    assert weights.find(run).name == "step_000000010"
+    assert weights.find(run, 2).name == "step_000000002"
     assert complaint(run, 11) == f"{run} holds no checkpoint of step 11; it has 2, 9, 10"
     shutil.rmtree(run / "checkpoints")
     assert complaint(run) == f"{run} holds no checkpoint; it has none"
     for name in ("bfl.safetensors", "checkpoint", "pipeline"):
         assert "is not a run, so it has no checkpoint 3" in complaint(kept / name, 3)
-    for path, problem in ((run.parent, "holds no weights"), (run / "none", "does not exist")):
+    for path, problem in ((run.parent, "holds no .safetensors file, only run"), (run / "none", "does not exist")):
         text = complaint(path)
         assert text.startswith(f"{path} {problem}; ") and "a .safetensors file in BFL's layout" in text
     (run.parent / "ae.safetensors").touch()
-    assert "FLUX.1-schnell's folder without transformer/" in complaint(run.parent)
+    assert "has no transformer/; docs/own_pictures.md has what fetches" in complaint(run.parent)
+    folder = run.parent / "pipeline" / "transformer"
+    folder.mkdir(parents=True)
+    (folder / "config.json").touch()
+    for path in (folder, folder.parent):  # fault M5: the reason in the user's names
+        assert complaint(path).startswith(f"{folder} holds no .safetensors file, only config.json; give a run")
+    (folder / "diffusion_pytorch_model.bin").touch()
+    assert f"{folder}/diffusion_pytorch_model.bin is a pickle" in complaint(folder.parent)
 
 
 def write_bfl(folder: Path, change: Callable[[dict], object] = lambda tensors: None, cut: int | None = None) -> Path:
@@ -253,7 +259,7 @@ def write_twice(folder: Path, value: float) -> Path:
 
 
 def write_metadata(folder: Path, samples: str) -> Path:
-    metadata = {"trained_by": weight_files.TRAINER, "samples": samples}
+    metadata = {"trained_by": weights.TRAINER, "samples": samples}
     save_file(tensors_of(CFG.model), folder / "w.safetensors", metadata)
     return folder / "w.safetensors"
 
@@ -318,7 +324,7 @@ def test_every_form_is_recognised_and_whole(kept):
 
 def test_the_tensors_decide_what_a_path_is(tmp_path, capsys):
     """Not whether it is a file or a folder."""
-    save_file(tensors_of(CFG.model), write_metadata(tmp_path, "0"), {"trained_by": weight_files.TRAINER})
+    save_file(tensors_of(CFG.model), write_metadata(tmp_path, "0"), {"trained_by": weights.TRAINER})
     assert opened(tmp_path, CFG.model).kind == "BFL"
     write_diffusers(tmp_path / "other", CFG.model, tensors_of(CFG.model))
     (tmp_path / "other" / "config.json").write_text('{"axes_dims_rope": [1, 2, 3]}')

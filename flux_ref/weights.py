@@ -1,17 +1,18 @@
-"""Reading a model's weights from the forms in which people keep them, a few rows at a time."""
+"""A model's weights from the forms in which people keep them, read a few rows at a time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from flux_ref import checkpoint, config_file, ranks, tensors
+from flux_ref import checkpoint, config_file, diffusers_names, ranks, tensors
 from flux_ref.checkpoint import Checkpoint
 from flux_ref.config import Config, ModelConfig
+from flux_ref.diffusers_names import Part
 from flux_ref.errors import Refusal
-from flux_ref.formats import diffusers_names, fit, outside
-from flux_ref.formats.diffusers_names import Part
+from flux_ref.formats import outside
 from flux_ref.model import parameter_table
 from flux_ref.optim import EMA
 from flux_ref.sharding import local_rows, named_parameters
@@ -19,53 +20,23 @@ from flux_ref.sharding import local_rows, named_parameters
 TRAINER = "flux_ref"  # under "trained_by" in the metadata of exported files
 REMEDY = "give a run, a checkpoint, a .safetensors file in BFL's layout or diffusers' transformer folder"
 COUNTS = ("step", "samples", EMA)  # of what metadata say of the training
-
-
-class Tensors:
-    """The tensors of some safetensors files by name. Rows are read when they are asked for; none are kept."""
-
-    def __init__(self, files: list[Path]):
-        """Raises: Refusal for a file that is not a whole safetensors file or has tensors of another dtype.
-
-        No two files may hold the same tensor.
-        """
-        self.files = {}
-        self.shapes = {}
-        self.metadata = {}
-        for path in files:
-            with tensors.opened(path, "weights") as file:
-                self.metadata |= file.metadata() or {}
-                for name in file.keys():  # noqa: SIM118
-                    self._add(name, path, file.get_slice(name))
-
-    def _add(self, name: str, path: Path, part: object) -> None:
-        """Note where a tensor is. part: its PySafeSlice."""
-        if name in self.files:
-            raise Refusal(f"weights {path}: {name} is in {self.files[name].name}, too; keep one of them")
-        dtype = part.get_dtype()
-        if dtype not in tensors.DTYPES:
-            raise Refusal(f"weights {path}: {name} is {dtype}, want {', '.join(tensors.DTYPES)}")
-        self.files[name] = path
-        self.shapes[name] = tuple(part.get_shape())
-
-    def read(self, name: str, first: int, count: int) -> Tensor:
-        """Rows of a tensor, in the file's dtype. Raises: Refusal."""
-        return tensors.read_rows(self.files[name], name, first, count, "weights")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True)
 class Source:
-    """The weights of a model in any form, by BFL's names.
+    """The weights of a model in any form, by BFL's names. Nothing is read before it is asked for.
 
-    kind:    "checkpoint", "BFL" or "diffusers".
-    parts:   for each parameter, the rows of `tensors` that make it up, one below the other.
-    info:    what flux_ref wrote of the training: step, samples, name, config, ... If the parameters are an average of
-             weights, also ema: its half-life in samples.
+    kind:   "checkpoint", "BFL" or "diffusers".
+    stored: rows of a tensor of the files: its name, the first row, how many.
+    parts:  for each parameter, the rows of tensors of the files that make it up, one below the other.
+    info:   what flux_ref wrote of the training: step, samples, name, config, ... If the parameters are an average of
+            weights, also ema: its half-life in samples.
     """
 
     kind: str
     where: Path
-    tensors: Tensors | Checkpoint
+    stored: Callable[[str, int, int], Tensor]
     parts: dict[str, list[Part]]
     info: dict
 
@@ -80,11 +51,11 @@ class Source:
             low = max(first, row)
             high = min(first + count, row + part.rows)
             if low < high:
-                pieces.append(self.tensors.read(part.name, part.first + low - row, high - low))
+                pieces.append(self.stored(part.name, part.first + low - row, high - low))
             row += part.rows
         if not pieces:
-            return self.tensors.read(self.parts[name][0].name, 0, 0)
-        return fit.finite(torch.cat(pieces) if len(pieces) > 1 else pieces[0], name, self.where)
+            return self.stored(self.parts[name][0].name, 0, 0)
+        return tensors.finite(torch.cat(pieces) if len(pieces) > 1 else pieces[0], name, self.where)
 
 
 def whole_parts(table: dict[str, tuple[int, ...]], prefix: str = "", suffix: str = "") -> dict[str, list[Part]]:
@@ -113,21 +84,23 @@ def find(path: Path, step: int | None = None) -> Path:
         raise Refusal(f"{path} holds no checkpoint{which}; it has {steps}")
     if step is not None:
         raise Refusal(f"{path} is not a run, so it has no checkpoint {step}; {REMEDY}")
-    for name in ("transformer", "flux1-schnell.safetensors"):  # of FLUX.1-schnell's repository
-        if (path / name).exists():
-            return path / name
-    if (path / "ae.safetensors").exists():
-        raise Refusal(
-            f"{path} is FLUX.1-schnell's folder without transformer/; docs/own_pictures.md has what fetches it"
-        )
-    if path.suffix == ".toml":
-        raise Refusal(f"{path} is a config, which holds no weights; {REMEDY}")
-    if is_checkpoint(path) or path.is_file() or any(path.glob("*.safetensors")):
+    if path.is_file() or is_checkpoint(path):
         return path
-    raise Refusal(f"{path} {'holds no weights' if path.exists() else 'does not exist'}; {REMEDY}")
+    if not path.exists():
+        raise Refusal(f"{path} does not exist; {REMEDY}")
+    if (path / "transformer").is_dir():  # of a pipeline, as in FLUX.1-schnell's repository
+        path = path / "transformer"
+    names = sorted(file.name for file in path.iterdir())
+    if "ae.safetensors" in names:
+        raise Refusal(f"{path} has no transformer/; docs/own_pictures.md has what fetches FLUX.1-schnell's")
+    if any(name.endswith(".safetensors") for name in names):
+        return path
+    if pickles := [name for name in names if name.endswith(PICKLES)]:
+        how = "convert it to .safetensors, as diffusers' save_pretrained does"
+        raise Refusal(f"{path / pickles[0]} is a pickle, which could run any code, so it is not opened; {how}")
+    raise Refusal(f"{path} holds no .safetensors file, only {', '.join(names[:3]) or 'nothing'}; {REMEDY}")
 
 
-@outside.refusing()
 def config_of(path: Path, given: str | None) -> Config:
     """The config of weights at a path that `find` returned. Raises: Refusal.
 
@@ -144,33 +117,59 @@ def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Sourc
 
     Raises: Refusal that lists what is missing, unexpected or misshaped, or says why there is no average.
     """
-    table = parameter_table(model)
     if is_checkpoint(path):
-        return _of_checkpoint(Checkpoint(path), table, averaged)
+        return _of_checkpoint(Checkpoint(path), model, averaged)
     if averaged:
         rule = "--ema needs a checkpoint of a run with optim.ema above 0"
         raise Refusal(f"weights {path} hold no average of the weights beside them; {rule}, or leave it out")
-    found = Tensors([path] if path.is_file() else sorted(path.glob("*.safetensors")))
-    if dev := next((name for name in found.shapes if "guidance_" in name), None):
+    files, shapes, metadata = headers([path] if path.is_file() else sorted(path.glob("*.safetensors")))
+    if dev := next((name for name in shapes if "guidance_" in name), None):
         raise Refusal(f"weights {path} hold {dev} of FLUX.1-dev, which is not supported; use FLUX.1-schnell's")
-    info = found.metadata if found.metadata.get("trained_by") == TRAINER else {}  # others write anything there
+    info = metadata if metadata.get("trained_by") == TRAINER else {}  # others write anything there
     for key in COUNTS:
         if outside.whole_number(info.get(key, "0"), 0, 2**53) is None:
             raise Refusal(f"weights {path}: its metadata say {key}={info[key]!r}, which is no count; export them again")
-    if any("transformer_blocks." in name for name in found.shapes):  # each of diffusers' files has some
+    kind, table = "BFL", parameter_table(model)
+    parts = whole_parts(table)
+    if any("transformer_blocks." in name for name in shapes):  # each of diffusers' files has some
+        kind, table = "diffusers", diffusers_names.diffusers_table(model)
+        parts = diffusers_names.diffusers_parts(model)
         diffusers_names.require_diffusers(model)
-        want = diffusers_names.diffusers_config(model)
-        folder = path if path.is_dir() else path.parent
-        if path.is_dir() or (folder / "config.json").exists():  # a file may be moved without its config
-            diffusers_names.require_config(folder / "config.json", want, "give the right --config")
-        fit.require_fit(found.shapes, diffusers_names.diffusers_table(model), f"weights {path}")
-        return Source("diffusers", path, found, diffusers_names.diffusers_parts(model), info)
-    fit.require_fit(found.shapes, table, f"weights {path}")
-    return Source("BFL", path, found, whole_parts(table), info)
+        said = (path if path.is_dir() else path.parent) / "config.json"
+        if path.is_dir() or said.exists():  # a file may be moved without its config
+            diffusers_names.require_config(said, diffusers_names.diffusers_config(model), "give the right --config")
+    tensors.require_fit(shapes, table, f"weights {path}")
+
+    def stored(name: str, first: int, count: int) -> Tensor:
+        return tensors.read_rows(files[name], name, first, count, "weights")
+
+    return Source(kind, path, stored, parts, info)
 
 
-def _of_checkpoint(saved: Checkpoint, table: dict[str, tuple[int, ...]], averaged: bool) -> Source:
-    """See open_source. table: the shape of each parameter."""
+def headers(paths: list[Path]) -> tuple[dict[str, Path], dict[str, tuple[int, ...]], dict[str, str]]:
+    """The file and the shape of each tensor of safetensors files, and all their metadata.
+
+    Raises: Refusal for a file that is not a whole one or has tensors of another dtype, and for a tensor in two files.
+    """
+    files: dict[str, Path] = {}
+    shapes = {}
+    metadata = {}
+    for path in paths:
+        with tensors.opened(path, "weights") as file:
+            metadata |= file.metadata() or {}
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                if name in files:
+                    raise Refusal(f"weights {path}: {name} is in {files[name].name}, too; keep one of them")
+                if (dtype := part.get_dtype()) not in tensors.DTYPES:
+                    raise Refusal(f"weights {path}: {name} is {dtype}, want {', '.join(tensors.DTYPES)}")
+                files[name] = path
+                shapes[name] = tuple(part.get_shape())
+    return files, shapes, metadata
+
+
+def _of_checkpoint(saved: Checkpoint, model: ModelConfig, averaged: bool) -> Source:
+    """See open_source."""
     prefix, suffix = ("optimizer.state.", f".{EMA}") if averaged else ("model.", "")
     info = saved.info
     if averaged:
@@ -179,13 +178,11 @@ def _of_checkpoint(saved: Checkpoint, table: dict[str, tuple[int, ...]], average
             rule = "--ema needs a run with optim.ema above 0, or leave it out"
             raise Refusal(f"checkpoint {saved.folder} has optim.ema=0, so it holds no average; {rule}")
         info = info | {EMA: half_life}
-    shapes = {}
-    for key, entry in saved.tensors.items():
-        if key.startswith(prefix) and key.endswith(suffix):
-            shapes[key] = tuple(entry.shape)
-    want = {f"{prefix}{name}{suffix}": shape for name, shape in table.items()}
-    fit.require_fit(shapes, want, f"checkpoint {saved.folder}")
-    return Source("checkpoint", saved.folder, saved, whole_parts(table, prefix, suffix), info)
+    parts = whole_parts(parameter_table(model), prefix, suffix)
+    want = {parts[name][0].name: shape for name, shape in parameter_table(model).items()}
+    keys = [key for key in saved.tensors if key.startswith(prefix) and key.endswith(suffix)]
+    tensors.require_fit({key: tuple(saved.tensors[key].shape) for key in keys}, want, f"checkpoint {saved.folder}")
+    return Source("checkpoint", saved.folder, saved.read, parts, info)
 
 
 def load(net: nn.Module, source: Source) -> None:
