@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import killing
 import pytest
-from conftest import ROOT, called, micro_run
-from killing import LONG, Job
-from run_files import count, lines, newest, saved_steps
+from conftest import ROOT, micro_run
+from killing import Job
+from run_files import count, newest
 
 from flux_ref import alive
 from flux_ref.alive import Alive, Timer
@@ -168,7 +168,7 @@ def test_a_pause_of_the_whole_job_is_no_hang(endless, tmp_path, ranks):
 
 @pytest.mark.slow
 def test_signals_of_terminals_and_launchers_save_and_end_the_run_unless_ignored(shapes_dir, tmp_path):
-    for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT"):
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT"):
         run = tmp_path / name
         argv = micro_run(shapes_dir, run, *ENDLESS, "--checkpoint.every_samples=0", "--train.log_every_samples=12")
         with Job(tmp_path / f"{name}.log", "train.py", *argv, ranks=0) as job:
@@ -184,54 +184,3 @@ def test_signals_of_terminals_and_launchers_save_and_end_the_run_unless_ignored(
         time.sleep(0.05)
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=120) == 0
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_once_and_a_second_one_ends_at_once_without_a_half_checkpoint(shapes_dir, tmp_path):
-    """The second comes to torchrun while its ranks write. Then plain python goes on and gets one."""
-    run = tmp_path / "run"
-    endless = ("--train.max_samples=1200000", "--checkpoint.every_samples=0", "--run.hang_s=0")
-    argv = micro_run(shapes_dir, run, *LONG, *endless)
-    with press(tmp_path / "torchrun", run, argv, ranks=2, save_s=600) as job:
-        assert job.until(lambda: job.said.count("a rank writes and has got Ctrl-C") == 2), job.said
-        time.sleep(2 * alive.ONE_PRESS_S)
-        assert list((run / "checkpoints").glob(".step_*")), job.said
-        job.process.send_signal(signal.SIGINT)
-        assert job.wait() == 1 and "forcefully" not in job.said, job.said  # that is, with SIGKILL
-        assert job.gone(5) and saved_steps(run) == [] and "saved in" not in job.said
-    with press(tmp_path / "python", run, argv, ranks=0, save_s=0) as job:
-        assert job.wait() == 130, job.said
-    step = newest(run).info["step"]
-    assert saved_steps(run) == [step] == [lines(run)[-1]["step"]] and not (run / "outcome.json").exists()
-    assert f"stopped by SIGINT after step {step}; the same command goes on from there" in job.said
-    assert job.said.count("train.py: stopped by SIGINT") == 1 and "Traceback" not in job.said
-
-
-def press(log, run, argv: list[str], ranks: int, save_s: float) -> Job:
-    """A job that has trained and got Ctrl-C once. save_s: seconds that a rank takes to write its part."""
-    result = run / "result_0.txt"
-    before = result.read_text().count('"key": "run_start"') if result.exists() else 0
-    env = {"SAVE_S": str(save_s), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "100"}  # a busy machine may save late
-    job = Job(log, "tests/helpers/slow_save.py", *argv, ranks=ranks, **env)
-
-    def trains() -> bool:
-        is_begun = result.exists() and result.read_text().count('"key": "run_start"') > before
-        return is_begun and count(run / "metrics.jsonl") > 1
-
-    assert job.until(trains), job.said
-    job.process.send_signal(signal.SIGINT)
-    assert job.until(lambda: "Ctrl-C: the run ends after one more step" in job.said), job.said
-    return job
-
-
-@pytest.mark.slow
-def test_an_evaluation_has_the_timer_too(shapes_dir, tmp_path):
-    run = tmp_path / "run"
-    assert called("train.py", *micro_run(shapes_dir, run, "--train.max_samples=12")) == 0
-    endless = ("--run.hang_s=8", "--prompt=a small red circle", "--sample.steps=1000000")
-    with Job(tmp_path / "log", "eval.py", run, *endless) as job:
-        assert job.until(lambda: "mean" in job.said), job.said
-        time.sleep(2)
-        killing.send(job.ranks()[1], signal.SIGSTOP)
-        assert job.wait(timeout=90) != 0
-    assert re.search(r"eval\.py: rank 0 on \S+: no progress for 8 s since sampling step \d+", job.said), job.said

@@ -115,16 +115,3 @@ def test_every_suffix_in_the_source_has_a_legend():
         comments = "\n".join(line for line in source.splitlines() if line.startswith("#"))
         explained = set(re.findall(r"\b([A-Z])\b", comments))
         assert used <= explained, f"{module.__name__} does not explain {sorted(used - explained)}"
-
-
-def test_the_check_finds_wrong_suffixes_and_accepts_right_ones():
-    def is_refused(**shapes: tuple[int, ...]) -> bool:
-        return bool(complaints("f", {name: torch.empty(shape) for name, shape in shapes.items()}))
-
-    assert is_refused(x_BND=(5, 9, 24)), "N holds T"
-    assert is_refused(x_BQD=(5, 30, 24)), "a letter that means nothing"
-    assert is_refused(x_BD=(1, 24)), "a broadcast axis must be called 1"
-    assert is_refused(x_BSD=(5, 9, 24), rope_SR2=(39, 4, 2)), "two lengths of S in one call"
-    assert is_refused(x_BSD=(5, 9, 24), txt_BTD=(5, 9, 24)), "S beside T is T + N"
-    assert not is_refused(x_BSD=(5, 39, 24), shift_B1D=(5, 1, 24), img_BND=(5, 30, 24), x=(7,))
-    assert not is_refused(q_BHSK=(5, 3, 9, 8)), "one stream at a time"

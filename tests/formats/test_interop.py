@@ -11,7 +11,6 @@ import torch
 from shard_damage import LAYOUT, opened, samples
 
 from flux_ref.formats import shard_writer
-from flux_ref.formats.shard_writer import Sample
 from flux_ref.formats.shards import MEMBERS
 
 energon = pytest.importorskip("megatron.energon")
@@ -92,16 +91,3 @@ def test_an_energon_prepared_folder_is_read_as_the_plain_one(root):
         prepared, plain = by_us(root, split), by_us(root / split, split)
         assert prepared.keys() == plain.keys()
         assert all((prepared[key][name] == plain[key][name]).all() for key in plain for name in MEMBERS)
-
-
-def test_keys_that_come_again_in_the_other_split_are_read_before_and_after_energons_repair(tmp_path):
-    """The public conversions count both splits from 0; Energon refuses that, and renames when it is told to."""
-    members = {name: np.ones(shape, np.uint16) for name, shape in LAYOUT.shapes.items()}
-    for split in COUNTS:
-        shard_writer.write(tmp_path / split, [Sample(members)] * 2, "same")
-    assert list(by_us(tmp_path / "train", "train")) == ["same_00000000", "same_00000001"]
-    parts = ("--split-parts", "train:train/shard_000000.tar", "--split-parts", "val:val/shard_000000.tar")
-    with pytest.raises(AssertionError, match="duplicate keys"):
-        prepare(tmp_path, *parts)
-    prepare(tmp_path, *parts, "--fix-duplicates")
-    assert len(by_us(tmp_path, "train")) == len(by_us(tmp_path, "val")) == 2

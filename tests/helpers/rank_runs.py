@@ -272,8 +272,7 @@ def main(data: str, out: str) -> int:
     out, replicate = Path(out), 2 if os.environ.get("WORLD_SIZE") == "4" else 1
     cfg = micro_config(Path(data), parallel__replicate=replicate)
     world = ranks.start(cfg.parallel)
-    import average_ranks  # both import this file, too
-    import checkpoint_ranks
+    import checkpoint_ranks  # it imports this file, too
 
     found = {"mesh": world.mesh.mesh.tolist(), "dimensions": world.mesh.mesh_dim_names}
     found["initial"] = initial(cfg, world)
@@ -298,7 +297,6 @@ def main(data: str, out: str) -> int:
         found["rounding"] = precision_ranks.rounding(world, micro=2)
     found["validation"] = validation(cfg, world)
     found["checkpoint"] = checkpoint_ranks.measure(world, out)
-    average_ranks.measure(world, out)
     if world.rank == 0:
         torch.save(found, out / "found.pt")
     ranks.stop()

@@ -41,7 +41,7 @@ SchedulerType=sched/builtin
 SchedulerParameters=sched_interval=2,batch_sched_delay=0
 SlurmdParameters=config_overrides
 SlurmctldTimeout=30
-SlurmdTimeout={missed_after_s}
+SlurmdTimeout=10
 InactiveLimit=0
 KillWait=5
 MinJobAge=300
@@ -77,9 +77,8 @@ def free_ports(count: int) -> list[int]:
 class Cluster:
     """The cluster; commands are run with its configuration."""
 
-    def __init__(self, folder: Path, nodes: list[str], missed_after_s: int = 10):
-        """missed_after_s: Slurm takes a node for dead that has been silent for so long."""
-        self.folder, self.nodes, self.missed_after_s = folder, nodes, missed_after_s
+    def __init__(self, folder: Path, nodes: list[str]):
+        self.folder, self.nodes = folder, nodes
         self.disk = folder / "disk"
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "SLURM_TIME_FORMAT": "%s"}
         self.daemons: dict[str, subprocess.Popen] = {}
@@ -93,7 +92,7 @@ class Cluster:
         port, *ports = free_ports(1 + len(self.nodes))
         host, own = socket.gethostname().split(".")[0], address()
         known = {"folder": self.folder, "host": host, "address": own, "port": port}
-        lines = [CONF.format(**known, missed_after_s=self.missed_after_s)]
+        lines = [CONF.format(**known)]
         for node, number in zip(self.nodes, ports):
             more = "CPUs=1 RealMemory=1000 State=UNKNOWN"
             lines.append(f"NodeName={node} NodeHostname={host} NodeAddr={own} Port={number} {more}")

@@ -178,16 +178,6 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on_without_a_drai
     job.require_whole(300)
 
 
-@pytest.mark.nightly
-def test_a_job_that_is_told_to_stop_while_it_starts_is_told_again(submit, cluster):
-    job = submit(*LONG)
-    job.until(lambda: "run 0, seed" in job.said)
-    cluster.run("scancel", "--signal=USR1", "--batch", str(job.number))
-    job.until(lambda: "requeued" in job.said)
-    job.wait()
-    job.require_whole(300)
-
-
 # Faults
 
 
@@ -229,17 +219,3 @@ def test_a_node_that_dies_is_replaced_by_slurm_and_named(submit, cluster):
     finally:
         cluster.start_node("n2")
         cluster.until(lambda: cluster.state("n2") == "idle")
-
-
-@pytest.mark.nightly
-def test_a_node_that_is_dead_before_slurm_has_missed_it_is_named_and_left_out(tmp_path, shapes_dir):
-    """The job starts again only once Slurm has given the node up: it waits for all nodes to end their part."""
-    with Cluster(tmp_path / "cluster", ["n1", "n2", "n3"], missed_after_s=60) as cluster:
-        cluster.kill_node("n2")
-        job = Job(cluster, tmp_path, shapes_dir, *SHORT, PREFLIGHT=TOLERANT)
-        job.until(lambda: "requeued without n2" in job.said)
-        assert cluster.state("n2") != "down*"
-        job.wait()
-        assert job.started_on() == ["n1 n2", "n1 n3"]
-        assert "preflight: bad nodes n2" in (job.results / "faults.txt").read_text()
-        job.require_whole(3)

@@ -1,13 +1,9 @@
-"""The folder of torch's compiler: one for each start, or the user's own, in which a second start finds all code."""
+"""The folder of torch's compiler: one for each start, or the one that the user gives."""
 
 import os
 import stat
 import tempfile
 from contextlib import ExitStack
-from pathlib import Path
-
-import pytest
-from conftest import micro_run, script
 
 from flux_ref import config, ranks
 from flux_ref.run import compiler_folder
@@ -31,18 +27,3 @@ def test_a_start_has_a_folder_of_its_own_which_ends_with_it(tmp_path, monkeypatc
         assert list(tmp_path.iterdir()) == [] and tempfile.gettempdir() == str(tmp_path)
         assert {name: os.environ.get(name) for name in names} == before
     ranks.stop()
-
-
-@pytest.mark.nightly
-def test_a_second_start_finds_all_code_in_the_folder_of_the_user(shapes_dir, tmp_path):
-    def code(run: str) -> set[str]:
-        argv = micro_run(shapes_dir, tmp_path / run, "--parallel.compile=true")
-        own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "code"), "TMPDIR": str(tmp_path / "tmp")}
-        ran = script("train.py", *argv, ranks=2, timeout=600, **own)
-        assert ran.returncode == 0, ran.stderr[-2000:]
-        return {str(path) for path in Path(tmp_path / "code").rglob("*") if path.suffix in (".py", ".so")}
-
-    (tmp_path / "tmp").mkdir()
-    first = code("first")
-    assert first and code("second") == first
-    assert [path for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torchelastic_")] == []

@@ -17,14 +17,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import MICRO, called, micro_run
+from conftest import called, micro_run
 from run_files import column, event, events, require_equal_runs, saved_steps
-from shard_damage import position
 
-from flux_ref import config_file, files, loss_chart, rng
+from flux_ref import files, loss_chart
 from flux_ref.alive import Alive
-from flux_ref.formats import shards
 from flux_ref.pictures import sheet
 from flux_ref.run import reporter
 
@@ -193,97 +190,6 @@ def test_checkpoints_that_are_removed_under_a_run_are_saved_anew(trains, calm, s
         assert trains(run)[0] == 0
     assert saved_steps(run) == [4, 6]
     require_equal_runs(run, calm)
-
-
-@pytest.mark.slow
-def test_a_run_folder_that_is_removed_ends_the_run_and_stays_away(trains, calm, strikes, tmp_path):
-    """The checkpoint of step 4 comes before the next record."""
-    run, rarely = tmp_path / "run", ("--eval.every_samples=7200", "--train.log_every_samples=7200")
-    with strikes(3, partial(remove, run)):
-        code, out, line = trains(run, *rarely)
-    assert "step_000000004 NOT saved" in out
-    assert code == 3 and re.search(rf"{run}/\S+: No such file or directory", line) and not run.exists()
-    assert trains(run)[0] == 0
-    require_equal_runs(run, calm)
-
-
-# Data that cannot be read, or that change
-
-CFG = config_file.load(MICRO)
-STRIDE = shards.layout(CFG.model).stride
-AGAIN = next(int(sample) for sample in rng.order(CFG.train.seed, 1, 50)[:22] if 0 < sample < 49)  # met in both epochs
-
-
-def fail(content: bytes) -> bytes:
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-def flip(place: int, content: bytes) -> bytes:
-    """Flip the lowest bit of a byte."""
-    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
-
-
-@pytest.fixture
-def second_read(monkeypatch) -> Callable:
-    """second_read(spoil): what a run gets of sample AGAIN is spoiled when the run reads it for the second time."""
-    real, reads = os.pread, []
-
-    def spoil_with(spoil: Callable[[bytes], bytes]) -> None:
-        reads.clear()
-
-        def pread(descriptor: int, size: int, offset: int) -> bytes:
-            content = real(descriptor, size, offset)
-            if offset == AGAIN * STRIDE and "/train/" in os.readlink(f"/proc/self/fd/{descriptor}"):
-                reads.append(offset)
-                if len(reads) == 2:
-                    return spoil(content)
-            return content
-
-        monkeypatch.setattr(shards.os, "pread", pread)
-
-    yield spoil_with
-    monkeypatch.undo()
-
-
-@pytest.mark.slow
-def test_a_sample_that_cannot_be_read_again_ends_the_run_or_is_left_out(trains, calm, second_read, tmp_path):
-    """A bit of a header is noticed, a bit of a value is not: only `prepare verify` compares checksums."""
-    name = f"train/shard_000000.tar, sample {AGAIN}"
-    for number, (spoil, words) in enumerate(
-        (
-            (fail, "Input/output error"),
-            (partial(flip, 0), "no tar header"),
-            (partial(flip, 257), "no tar header"),
-        )
-    ):
-        run = tmp_path / str(number)
-        second_read(spoil)
-        code, _, line = trains(run)
-        assert code == 3 and name in line and words in line, line
-        assert trains(run)[0] == 0
-        require_equal_runs(run, calm)
-    second_read(partial(flip, position("mean", "payload") + 1))
-    assert trains(tmp_path / "value")[0] == 0
-    assert column(tmp_path / "value", "loss")[:4] == column(calm, "loss")[:4]
-    assert column(tmp_path / "value", "loss") != column(calm, "loss")
-
-
-# Memory
-
-
-@pytest.mark.slow
-def test_a_lack_of_memory_ends_the_run_with_one_line(trains, calm, strikes, tmp_path):
-    def exhaust(error: Exception) -> None:
-        raise error
-
-    lacks = (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
-    for number, error in enumerate((*lacks, torch.OutOfMemoryError("HIP out of memory. Tried"))):
-        run = tmp_path / str(number)
-        with strikes(3, partial(exhaust, error)):
-            code, _, line = trains(run)
-        assert code == 3 and line.startswith("out of memory: ") and "lower train.micro_batch" in line
-        assert trains(run)[0] == 0
-        require_equal_runs(run, calm)
 
 
 # Clocks

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import MICRO, ROOT, called, data_overrides, micro_run, require_identical, script, trained
+from conftest import MICRO, called, data_overrides, micro_run, require_identical, trained
 from PIL import Image
-from run_files import column, event, events, lines, require_equal_runs
+from run_files import column, event, events, lines
 
 from flux_ref import config, config_file, schedule, toy
 from flux_ref.errors import Refusal
@@ -49,14 +49,7 @@ def run(tmp_path, shapes_dir):
     return start
 
 
-# The same run, however it is started
-
-
-@pytest.mark.slow
-def test_plain_python_and_torchrun_give_bit_identical_runs(plain, tmp_path, shapes_dir):
-    process = script("train.py", *micro_run(shapes_dir, tmp_path / "by_torchrun"), ranks=1)
-    assert process.returncode == 0, process.stderr[-4000:]
-    require_equal_runs(tmp_path / "by_torchrun", plain)
+# What makes a run
 
 
 def test_a_seed_makes_a_run_and_evaluations_and_warm_up_steps_do_not_change_it(run, plain):
@@ -93,13 +86,6 @@ def test_the_header_tells_how_long_the_run_takes(plain, micro):
     assert "4 steps of 18.00 s and 5 evaluations of" in told(eval__every_samples=12, train__max_samples=50)
     assert told(is_evaluated=True) == told_plainly  # the end of a run that is extended, between two intervals
     assert "and 4 evaluations of" in told(is_evaluated=True, eval__every_samples=12, train__max_samples=50)
-
-
-def test_the_tiny_model_keeps_a_checkpoint_for_every_evaluation():
-    """So that `eval.py runs/tiny --all` shows the whole curve."""
-    tiny = config_file.load(ROOT / "configs/tiny.toml")
-    assert tiny.checkpoint.every_samples == tiny.eval.every_samples
-    assert tiny.checkpoint.keep >= tiny.train.max_samples / tiny.eval.every_samples
 
 
 def test_the_folder_holds_everything_and_nothing_unfinished(plain, shapes_dir, micro):
