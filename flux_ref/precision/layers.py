@@ -13,12 +13,15 @@ from typing import NamedTuple
 
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Refusal
+from flux_ref.linears import linears
 from flux_ref.precision.formats import E2M1, E2M3, E4M3, E5M2, Format, Scaling
 
 PRODUCTS = ("forward", "grad_input", "grad_weight")
 PLAIN = "bf16"  # the name of a side that is not cast
 DELAYED = ["e4m3_delayed x e4m3", "e5m2_delayed x e4m3"]  # forward and grad_input of the preset fp8_delayed
 LAST = 0.15  # share of the blocks that "last" means; at least one
+PARTS = {"attn.qkv": "qkv", "attn.proj": "proj", "mlp.0": "mlp_in", "mlp.2": "mlp_out"}  # of a stream, as rules say
+NAMES = {f"{stream}_{part}": f"{stream}.{name}" for stream in ("img", "txt") for part, name in PARTS.items()}
 MULTIPLE = 16  # kernels of FP8 need sizes that this number divides
 TOKENS = "train.micro_batch, train.global_batch or model.text_tokens"  # keys that set the tokens of a micro-batch
 
@@ -107,34 +110,17 @@ class Layer(NamedTuple):
 
 def layers(model: ModelConfig) -> dict[str, Layer]:
     """All layers, by Black Forest Labs' names of the modules."""
-    h = model.hidden
-    inner = model.mlp_ratio * h
-    image = model.image_tokens
-    text = model.text_tokens
-    linears = {  # of a block: module, name in rules, K, N, tokens of a sample
-        "double": (
-            ("img_attn.qkv", "img.qkv", h, 3 * h, image),
-            ("img_attn.proj", "img.proj", h, h, image),
-            ("img_mlp.0", "img.mlp_in", h, inner, image),
-            ("img_mlp.2", "img.mlp_out", inner, h, image),
-            ("txt_attn.qkv", "txt.qkv", h, 3 * h, text),
-            ("txt_attn.proj", "txt.proj", h, h, text),
-            ("txt_mlp.0", "txt.mlp_in", h, inner, text),
-            ("txt_mlp.2", "txt.mlp_out", inner, h, text),
-        ),
-        "single": (
-            ("linear1", "linear1", h, 3 * h + inner, image + text),
-            ("linear2", "linear2", h + inner, h, image + text),
-        ),
-    }
-    blocks = [("double", block) for block in range(model.double_blocks)]
-    blocks += [("single", block) for block in range(model.single_blocks)]
+    counts = {"double": model.double_blocks, "single": model.single_blocks}
+    blocks = [(kind, block) for kind, count in counts.items() for block in range(count)]
     first_last = len(blocks) - max(1, round(LAST * len(blocks)))
+    known = linears(model)
     found = {}
     for place, (kind, block) in enumerate(blocks):
-        for module, name, inputs, outputs, tokens in linears[kind]:
-            layer = Layer(f"{kind}.{block}.{name}", inputs, outputs, tokens, place >= first_last)
-            found[f"{kind}_blocks.{block}.{module}"] = layer
+        for one in known[f"{kind}_blocks"]:
+            if one.tokens:
+                name = f"{kind}.{block}.{NAMES.get(one.name, one.name)}"
+                layer = Layer(name, one.inputs, one.outputs, one.tokens, place >= first_last)
+                found[f"{kind}_blocks.{block}.{one.name}"] = layer
     return found
 
 

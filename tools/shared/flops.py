@@ -7,6 +7,9 @@ and RoPE count none: less than a hundredth, and not what matrix units do.
 from typing import NamedTuple
 
 from flux_ref.config import ModelConfig
+from flux_ref.linears import linears
+
+FIRST = ("img_in", "txt_in", "time_in.in_layer", "vector_in.in_layer")  # their inputs need no gradient
 
 
 class Op(NamedTuple):
@@ -20,53 +23,24 @@ class Op(NamedTuple):
     backward: int
 
 
-def linear(name: str, rows: int, inputs: int, outputs: int, first: bool = False) -> Op:
-    """x @ w.T. Backward makes the gradients of x and w, of w alone if x is an input of the net (first)."""
-    once = 2 * rows * inputs * outputs
-    return Op("", name, 1, rows, once, once if first else 2 * once)
-
-
-def attention(tokens: int, width: int) -> Op:
-    """Scores, and their sum over values; twice that backward, where computing the scores again does not count."""
-    once = 4 * tokens * tokens * width
-    return Op("", "attention", 1, tokens, once, 2 * once)
-
-
 def operations(model: ModelConfig) -> list[Op]:
-    """Every operation of the net, block by block."""
-    D = model.hidden
-    M = model.mlp_ratio * D
-    N = model.image_tokens
-    T = model.text_tokens
-    P = model.packed_channels
-    double = []
-    for stream, rows in (("img", N), ("txt", T)):
-        double += [
-            linear(f"{stream}_mod.lin", 1, D, 6 * D),
-            linear(f"{stream}_attn.qkv", rows, D, 3 * D),
-            linear(f"{stream}_attn.proj", rows, D, D),
-            linear(f"{stream}_mlp.0", rows, D, M),
-            linear(f"{stream}_mlp.2", rows, M, D),
-        ]
-    parts = {
-        ("embedders", 1): [
-            linear("img_in", N, P, D, first=True),
-            linear("txt_in", T, model.t5_dim, D, first=True),
-            linear("time_in.in_layer", 1, 256, D, first=True),
-            linear("time_in.out_layer", 1, D, D),
-            linear("vector_in.in_layer", 1, model.clip_dim, D, first=True),
-            linear("vector_in.out_layer", 1, D, D),
-        ],
-        ("double_blocks", model.double_blocks): [*double, attention(N + T, D)],
-        ("single_blocks", model.single_blocks): [
-            linear("modulation.lin", 1, D, 3 * D),
-            linear("linear1", N + T, D, 3 * D + M),
-            attention(N + T, D),
-            linear("linear2", N + T, D + M, D),
-        ],
-        ("final_layer", 1): [linear("adaLN_modulation.1", 1, D, 2 * D), linear("linear", N, D, P)],
-    }
-    return [op._replace(part=part, times=times) for (part, times), ops in parts.items() for op in ops]
+    """Every operation of the net: the linears, then attention.
+
+    Backward of a linear makes the gradients of its input and weight. Backward of attention counts twice: computing the
+    scores again does not count.
+    """
+    times = {"double_blocks": model.double_blocks, "single_blocks": model.single_blocks}
+    found = []
+    for part, ones in linears(model).items():
+        for name, tokens, inputs, outputs in ones:
+            rows = max(1, tokens)
+            once = 2 * rows * inputs * outputs
+            found.append(Op(part, name, times.get(part, 1), rows, once, once if name in FIRST else 2 * once))
+    tokens = model.image_tokens + model.text_tokens
+    scores_and_values = 4 * tokens * tokens * model.hidden
+    for part, count in times.items():
+        found.append(Op(part, "attention", count, tokens, scores_and_values, 2 * scores_and_values))
+    return found
 
 
 def per_sample(model: ModelConfig) -> int:
