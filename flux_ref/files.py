@@ -5,7 +5,6 @@ What is being written lies beside its place as `.NAME.XXXXXXXX.flux_ref_partial`
 
 import codecs
 import contextlib
-import errno
 import fcntl
 import json
 import math
@@ -15,13 +14,12 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from flux_ref.errors import Refusal
-from flux_ref.formats import outside
 
 PARTIAL = ".flux_ref_partial"  # how the names of what is being written end
 POLL_S = 0.1
-HELD = (errno.EAGAIN, errno.EACCES, errno.ENOENT)  # of a lock that another process has or had
 MOST = 1e100  # of figures in records: sums, squares and ratios of these are finite, too
 
 
@@ -29,27 +27,22 @@ MOST = 1e100  # of figures in records: sums, squares and ratios of these are fin
 def whole(path: Path, is_new: bool = False) -> Iterator[Path]:
     """Gives the place for a new file or folder. It becomes `path` if the block ends well, else it is removed.
 
-    A file replaces an older one of its name, unless it must be new. A folder must be new. Of several writers the last
-    one wins; each writes to a place of its own. The bytes are on the disk before the name is. Files inside a folder
-    are synced by who writes them.
-    Raises: Refusal if what must be new exists; OSError, which names the file.
+    A file replaces an older one of its name; a folder does not. Of several writers the last one wins; each writes to a
+    place of its own. The bytes are on the disk before the name is. Files inside a folder are synced by who writes them.
+    is_new: nothing may be at `path` when the block begins.
+    Raises: Refusal if something is; OSError, which names the file.
     """
+    if is_new and path.exists():
+        raise Refusal(f"{path} exists; remove it or choose another name")
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     with naming(path, partial):
         try:
-            _require_absent(path, is_new)
             yield partial
             sync(partial)
-            _require_absent(path, is_new)  # another process may just have written it
             partial.rename(path)
             sync(path.parent)
         finally:
             remove(partial)
-
-
-def _require_absent(path: Path, is_new: bool) -> None:
-    if is_new and path.exists():
-        raise Refusal(f"{path} exists; remove it or choose another name")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -91,8 +84,8 @@ def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
 
 def append(path: Path, content: str, on_disk: bool = False) -> None:
     """Append text to a file. on_disk: wait until it is on the disk. After an OSError the file is as before."""
-    with naming(path), open(path, "ab", buffering=0, opener=_never_waiting) as file:
-        size = file.seek(0, os.SEEK_END)
+    with naming(path), path.open("ab", buffering=0) as file:
+        size = file.tell()
         rest = content.encode()
         try:
             while rest:  # a disk that is nearly full takes a part
@@ -100,14 +93,8 @@ def append(path: Path, content: str, on_disk: bool = False) -> None:
             if on_disk:
                 os.fsync(file.fileno())
         except OSError:
-            with contextlib.suppress(OSError):
-                file.truncate(size)
+            file.truncate(size)
             raise
-
-
-def _never_waiting(path: str, flags: int) -> int:
-    """Open a file for `open`. A pipe that nobody reads is an OSError; without O_NONBLOCK it would wait for ever."""
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def decode_text(content: bytes) -> str:
@@ -131,35 +118,29 @@ def lock(path: Path, what: str, remedy: str, wait_s: float = 0.0) -> Iterator[st
     Raises: Refusal of `what`, which another process is still doing after wait_s seconds.
     """
     deadline = time.monotonic() + wait_s
-    descriptor = None
-    reason = ""
     try:
-        while (descriptor := _take(path)) is None:
+        while (file := _taken(path)) is None:
             if time.monotonic() >= deadline:
                 raise Refusal(f"{what} by another job; {remedy}")
             time.sleep(POLL_S)
     except OSError as error:
-        reason = f"{path} cannot be locked ({error.strerror}), so another job would not be noticed"
-    try:
-        yield reason
-    finally:
-        if descriptor is not None:
+        yield f"{path} cannot be locked ({error.strerror}), so another job would not be noticed"
+        return
+    with file:
+        try:
+            yield ""
+        finally:
             path.unlink(missing_ok=True)
-            os.close(descriptor)
 
 
-def _take(path: Path) -> int | None:
-    """The descriptor of a lock, if this process has got it. Raises: OSError where there are no locks."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), path.stat()):  # else the last holder has just removed it
-            return descriptor
-    except OSError as error:
-        if error.errno not in HELD:
-            os.close(descriptor)
-            raise
-    os.close(descriptor)
+def _taken(path: Path) -> BinaryIO | None:
+    """The locked file; None if another process has it. Raises: OSError where there are no locks."""
+    file = path.open("ab")
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else the last holder has just removed it
+            return file
+    file.close()
     return None
 
 
@@ -169,17 +150,14 @@ def records(path: Path, samples: float = math.inf, figures: tuple[str, ...] = ()
     figures: what else each must hold. Raises: Refusal for a damaged line. Text after the last newline is left out:
     a killed run may have left half a line.
     """
-    content = outside.read_bytes(path, "records", outside.OWN_BYTES) if path.exists() else b""
-    kept = []
-    for number, line in enumerate(content.split(b"\n")[:-1], 1):
-        record = json_object(line)
-        if not all(is_number(record.get(key)) for key in ("samples", *figures)):
-            want = ", ".join(("samples", *figures))
-            raise Refusal(
-                f"{path} line {number} is damaged (no record with {want}); mend it or set run.dir to another folder"
-            )
-        kept.append(record)
-    return [record for record in kept if record["samples"] <= samples]
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    found = [json_object(line) for line in lines]
+    want = ("samples", *figures)
+    for number, record in enumerate(found, 1):
+        if not all(is_number(record.get(key)) for key in want):
+            rule = f"no record with {', '.join(want)}"
+            raise Refusal(f"{path} line {number} is damaged ({rule}); mend it or set run.dir to another folder")
+    return [record for record in found if record["samples"] <= samples]
 
 
 def write_records(path: Path, kept: list[dict]) -> None:
@@ -195,7 +173,7 @@ def is_number(value: object) -> bool:
 def json_object(text: str | bytes) -> dict:
     """A JSON object; {} for anything else."""
     try:
-        content = outside.parse_json(text)
-    except ValueError:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import torch
@@ -21,11 +20,8 @@ from flux_ref import checkpoint, config, files, ranks, sharding
 from flux_ref.checkpoint import Checkpoint, TensorSlice
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
-from flux_ref.model import parameter_table
-from flux_ref.optim import bytes_per_parameter
 from flux_ref.ranks import World
 from flux_ref.step_runner import State
-from flux_ref.tensors import finite, require_fit
 
 BUFFER_ELEMENTS = 2**28  # 1 GiB: a power of two, and small beside a rank's shards
 HISTORY = "fp8.history."  # and a layer: how the keys of delayed scales begin
@@ -64,7 +60,7 @@ def rows_to_write(rows: dict[str, TensorSlice], world: World) -> dict[str, Tenso
 
 
 def allocate_host_buffers(rows: dict[str, TensorSlice], pin: bool) -> dict[str, TensorSlice]:
-    """The same rows, all fp32, as undefined host tensors in a few large buffers; pin: pinned. Raises: Refusal.
+    """The same rows, all fp32, as undefined host tensors in a few large buffers; pin: pinned. Raises: RuntimeError.
 
     torch rounds each pinned allocation up to a power of two, so one buffer per tensor would take a third more.
     """
@@ -74,12 +70,7 @@ def allocate_host_buffers(rows: dict[str, TensorSlice], pin: bool) -> dict[str, 
     for key, part in rows.items():
         count = part.local.numel()
         if count > len(room):
-            try:
-                room = torch.empty(max(count, min(left, BUFFER_ELEMENTS)), pin_memory=pin)
-            except (MemoryError, RuntimeError) as error:
-                reason = (str(error) or "MemoryError").splitlines()[0]
-                remedy = "free memory or set checkpoint.save=false"
-                raise Refusal(f"no host memory for the copy of a checkpoint: {reason}; {remedy}") from None
+            room = torch.empty(max(count, min(left, BUFFER_ELEMENTS)), pin_memory=pin)
         copies[key] = replace(part, local=room[:count].view(part.local.shape))
         room = room[count:]
         left -= count
@@ -90,7 +81,8 @@ def require_space(folder: Path, size: int) -> None:
     """Raises: OSError unless so many bytes fit. A full disk would have no place for logs either."""
     free = shutil.disk_usage(folder).free
     if free < size:
-        raise OSError(f"{folder} has {free / 1e9:.3g} GB free and a checkpoint takes {size / 1e9:.3g} GB")
+        room = f"{free / 1e9:.3g} GB free and a checkpoint takes {size / 1e9:.3g} GB"
+        raise OSError(f"{folder} has {room}; set run.dir to another disk or checkpoint.save=false")
 
 
 class Saver:
@@ -112,7 +104,8 @@ class Saver:
 
         facts:  {"train_samples", "val_samples"}, for the manifest: sizes of the run's data.
         saved:  the step of the checkpoint that the run starts from, which is not saved again.
-        Raises: Refusal if the disk cannot hold one checkpoint, or if a rank cannot write to it or lacks this memory.
+        Raises: Refusal if the disk cannot hold one checkpoint, or if a rank cannot write to it; RuntimeError if a rank
+        lacks this memory.
         """
         self.cfg = cfg
         self.world = world
@@ -121,14 +114,14 @@ class Saver:
         self.run = config.run_dir(cfg)
         self.group = ranks.host_group("save")
         self.nonce = ranks.gather_objects(secrets.token_hex(4))[0]  # two jobs never write into one folder
-        parameters = sum(map(prod, parameter_table(cfg.model).values()))
-        self.bytes = bytes_per_parameter(cfg.optim) * parameters  # of one checkpoint
+        rows = rows_of(state)
+        self.bytes = sum(row.shape.numel() * row.local.itemsize for row in rows.values())  # of one checkpoint
         self.thread: threading.Thread | None = None
         self.step = saved  # of the newest save
         self.failure: str | None = None  # why the newest save failed
         self._require_place()
         with ranks.agreed():
-            self.host = allocate_host_buffers(rows_to_write(rows_of(state), world), world.pin)
+            self.host = allocate_host_buffers(rows_to_write(rows, world), world.pin)
 
     def _require_place(self) -> None:
         """Try the disk: every rank writes a file into the run's folder, or where a new run will make it."""
@@ -138,18 +131,15 @@ class Saver:
         try:
             with ranks.agreed():
                 if self.world.rank == 0:
-                    trial.mkdir()
                     require_space(folder, self.bytes)
+                    trial.mkdir()
             with ranks.agreed():
+                if not trial.is_dir():
+                    raise Refusal(f"{folder} is not the folder that rank 0 sees; put run.dir on a disk of all nodes")
                 (trial / str(self.world.rank)).touch()
-        except Refusal as error:
-            raise Refusal(
-                f"no checkpoint can be saved: {error};"
-                " set run.dir to another disk, which all nodes share, or checkpoint.save=false"
-            ) from None
         finally:
             if self.world.rank == 0:
-                shutil.rmtree(trial, ignore_errors=True)
+                files.remove(trial)
 
     def save(self, state: State) -> None:
         """Begin to save a state, unless this step is saved already. Waits for the save before. Collective."""
@@ -229,20 +219,13 @@ def load(path: Path, state: State) -> None:
     Each rank reads only its own rows. A layer that the checkpoint does not know has no history: no stage up to here
     has delayed sides there. So the run equals one that knew all stages from the start.
     """
-    with ranks.agreed():
+    with ranks.agreed(), torch.no_grad():
         saved = Checkpoint(path)
-        rows = rows_of(state)
-        found, want = (
-            {key: tuple(one.shape) for key, one in tensors.items() if not key.startswith(HISTORY)}
-            for tensors in (saved.tensors, rows)
-        )
-        require_fit(found, want, f"checkpoint {path}")
-        for key, row in rows.items():
-            with torch.no_grad():
-                if key in saved.tensors:
-                    row.local.copy_(finite(saved.read(key, row.first, len(row.local)), key, path))
-                else:
-                    row.local.zero_()
+        for key, row in rows_of(state).items():
+            if key.startswith(HISTORY) and key not in saved.tensors:
+                row.local.zero_()
+            else:
+                row.local.copy_(saved.read(key, row.first, len(row.local)))
     state.arithmetic.set_scales()
     state.set_clock(saved.info["step"], saved.info["samples"])
     state.opt.set_steps(state.step)

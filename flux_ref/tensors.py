@@ -48,22 +48,20 @@ def read_rows(path: Path, name: str, first: int, count: int, what: str) -> Tenso
     return rows
 
 
-def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> int:
+def write(path: Path, tensors: dict[str, Tensor]) -> int:
     """Write a new file and wait until it is on the disk. Takes the file's size of host memory.
 
     Returns: the CRC-32 of its bytes. Raises: OSError, which names the file.
     """
-    content = safetensors.torch.save(tensors, metadata)
-    checksum = 0
+    content = memoryview(safetensors.torch.save(tensors, {"format": "pt"}))
     with naming(path), path.open("xb", buffering=0) as file:  # nothing is left to be flushed when a write has failed
-        rest = memoryview(content)
+        rest = content
         while rest:
             count = file.write(rest[:BLOCK])  # some file systems take less
-            checksum = zlib.crc32(rest[:count], checksum)
             Moved.total += count
             rest = rest[count:]
         os.fsync(file.fileno())
-    return checksum
+    return zlib.crc32(content)
 
 
 def crc32(path: Path) -> int:

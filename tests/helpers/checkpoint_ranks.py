@@ -15,11 +15,12 @@ import torch.distributed as dist
 from conftest import MICRO
 from lively_nets import lively
 from rank_runs import of_all
+from run_files import verify
 from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
 
 from flux_ref import checkpoint, config_file, ranks, saver, sharding, tensors
-from flux_ref.checkpoint import Checkpoint, TensorSlice
+from flux_ref.checkpoint import TensorSlice
 from flux_ref.config import Config
 from flux_ref.errors import Fault
 from flux_ref.model import parameter_table
@@ -178,14 +179,14 @@ def breaking(cfg: Config, world: World) -> dict:
     state, said, found = other_state(cfg, world), [], {}
     own = Saver(cfg, world, state, FACTS, said.append)
     found["before"] = attempts(own, state)
-    before = Checkpoint(checkpoint.list_checkpoints(own.run)[-1])
+    (before,) = checkpoint.list_checkpoints(own.run)
     for name, (owner, attribute, rank) in BREAKS.items():
         said.clear()
         here = world.rank == rank % world.size
         patch = mock.patch.object(owner, attribute, side_effect=FULL) if here else contextlib.nullcontext()
         with patch:
             found[name] = attempts(own, state) | {"faults": finishing(own), "said": of_all(said)}
-    before.verify()
+    verify(before)
     said.clear()
     take_step(state, 1e-4)
     own.save(state)

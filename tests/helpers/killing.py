@@ -20,10 +20,9 @@ from pathlib import Path
 
 import torch
 from conftest import PYTHONPATH, ROOT, micro_run
-from run_files import lines
+from run_files import lines, verify
 
 from flux_ref import checkpoint, errors
-from flux_ref.checkpoint import Checkpoint
 from flux_ref.errors import Refusal
 from flux_ref.step_runner import StepRunner
 
@@ -151,7 +150,7 @@ def verified(run: Path) -> list[int]:
     steps = []
     for path in checkpoint.list_checkpoints(run):
         try:
-            Checkpoint(path).verify()
+            verify(path)
             steps.append(checkpoint.step_of(path))
         except (Refusal, OSError):
             assert not path.exists(), f"{path} is not whole"

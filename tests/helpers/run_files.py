@@ -46,6 +46,13 @@ def saved_steps(run: Path) -> list[int]:
     return [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(run)]
 
 
+def verify(path: Path) -> None:
+    """Read all of a checkpoint. Raises: Refusal for damage."""
+    saved = Checkpoint(path)
+    for key in saved.tensors:
+        saved.read(key)
+
+
 def what_counts(run: Path) -> dict[str, list]:
     """All records of a run, without the values that depend on its speed."""
     return {
