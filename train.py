@@ -14,7 +14,20 @@ import sys
 import time
 from pathlib import Path
 
-from flux_ref import checkpoint, config, config_file, errors, folder, graphs, ranks, schedule, sharding, toy, weights
+from flux_ref import (
+    checkpoint,
+    config,
+    config_file,
+    errors,
+    folder,
+    graphs,
+    ranks,
+    schedule,
+    sharding,
+    shards,
+    toy,
+    weights,
+)
 from flux_ref.alive import Alive
 from flux_ref.arithmetic import Arithmetic, arithmetic_of
 from flux_ref.benchmark import closed, convergence
@@ -23,7 +36,6 @@ from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
 from flux_ref.errors import Interrupted
 from flux_ref.evaluate import validation_loss
-from flux_ref.formats import shards
 from flux_ref.pictures.drawing import Gallery
 from flux_ref.ranks import World
 from flux_ref.run import compiler_folder

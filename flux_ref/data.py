@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flux_ref import ranks, rng, schedule
+from flux_ref import ranks, rng, schedule, shards
 from flux_ref.config import Config, ModelConfig, empty_dir, rank_batch
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import shards
 
 Batch = dict[str, Tensor]
 Rows = dict[str, np.ndarray]

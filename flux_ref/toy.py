@@ -12,12 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from flux_ref import files, rng, schedule
+from flux_ref import files, rng, schedule, shards
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.formats import shard_writer, shards
-from flux_ref.formats.shard_writer import Sample
 from flux_ref.progress import progress
+from flux_ref.shards import Sample
 
 COLOURS = {
     "red": (0.90, 0.10, 0.10),
@@ -176,11 +175,11 @@ def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
     t5, clip = encode_caption("", model.text_tokens, model.t5_dim, model.clip_dim)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with files.whole(folder, is_new=True) as partial:
-        shard_writer.write(partial / "train", _samples(shown, train, model, "train"), "train")
-        shard_writer.write(partial / "val", _samples(unseen, val, model, "val"), "val")
+        shards.write(partial / "train", _samples(shown, train, model, "train"), "train")
+        shards.write(partial / "val", _samples(unseen, val, model, "val"), "val")
         # In float16 with a batch axis, as the public encodings are.
         empty = {"t5": t5[None].astype(np.float16), "clip": clip[None].astype(np.float16)}
-        shard_writer.write_empty(partial / "empty_encodings", empty)
+        shards.write_empty(partial / "empty_encodings", empty)
 
 
 def _samples(drawings: list[Drawing], count: int, model: ModelConfig, split: str) -> Iterator[Sample]:

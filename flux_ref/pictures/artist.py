@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flux_ref import latents, ranks, rng, sharding, toy
+from flux_ref import latents, ranks, rng, sharding, shards, toy
 from flux_ref.config import Config
 from flux_ref.data import Rows
 from flux_ref.errors import Refusal
-from flux_ref.formats import shards
 from flux_ref.pictures import autoencoder
 from flux_ref.ranks import World
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from flux_ref import config, config_file, errors, ranks, toy
+from flux_ref import config, config_file, errors, ranks, shards, toy
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import Rows, TrainSet, ValSet
 from flux_ref.errors import Refusal
-from flux_ref.formats import outside, shards
+from flux_ref.formats import outside
 from flux_ref.pictures import sheet
 from flux_ref.pictures.artist import Artist, stored_captions
 from flux_ref.pictures.encoders import KINDS, Encoders

@@ -12,12 +12,10 @@ import pytest
 import torch
 from conftest import refusal
 
-from flux_ref import config_file, rng, toy
+from flux_ref import config_file, rng, shards, toy
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import PADDING, HostBatch, TrainSet, ValSet, allocate, copy_next, read_ahead
-from flux_ref.formats import shard_writer, shards
-from flux_ref.formats.shard_writer import Sample
-from flux_ref.formats.shards import MEMBERS, Layout
+from flux_ref.shards import MEMBERS, Layout, Sample
 
 COUNT, BATCH = 50, 12  # an epoch ends inside the fifth batch
 VAL_TIMESTEPS = [(5 * i + i // 8) % 8 for i in range(45)]  # not by position
@@ -35,8 +33,8 @@ def numbered(layout: Layout, count: int, timesteps: list[int | None]) -> list[Sa
 
 def write_set(folder: Path, model: ModelConfig, train: int, val: list[int | None], per_shard: int = 20) -> None:
     layout = shards.layout(model)
-    shard_writer.write(folder / "train", numbered(layout, train, [None] * train), "train", per_shard)
-    shard_writer.write(folder / "val", numbered(layout, len(val), val), "val", per_shard)
+    shards.write(folder / "train", numbered(layout, train, [None] * train), "train", per_shard)
+    shards.write(folder / "val", numbered(layout, len(val), val), "val", per_shard)
     (folder / "empty_encodings").mkdir()
     for name, value in (("t5", 300.0), ("clip", 400.0)):
         np.save(folder / "empty_encodings" / f"{name}_empty.npy", np.full(layout.shapes[name], value, np.float32))

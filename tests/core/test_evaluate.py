@@ -8,11 +8,10 @@ import rank_runs
 import torch
 from lively_nets import lively_net, plain_net
 
-from flux_ref import config, flow, ranks, rng, schedule, sharding
+from flux_ref import config, flow, ranks, rng, schedule, sharding, shards
 from flux_ref.data import PADDING, ValSet, synthetic
 from flux_ref.errors import Fault
 from flux_ref.evaluate import summarise, validation_loss
-from flux_ref.formats import shards
 from flux_ref.ranks import World
 from flux_ref.run import reporter
 from flux_ref.step import validation_step

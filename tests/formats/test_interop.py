@@ -10,8 +10,8 @@ import pytest
 import torch
 from shard_damage import LAYOUT, opened, samples
 
-from flux_ref.formats import shard_writer
-from flux_ref.formats.shards import MEMBERS
+from flux_ref import shards
+from flux_ref.shards import MEMBERS
 
 energon = pytest.importorskip("megatron.energon")
 
@@ -49,7 +49,7 @@ def root(tmp_path_factory) -> Path:
     """What our writer makes, prepared by Energon's own command."""
     root = tmp_path_factory.mktemp("energon") / "data"
     for seed, (split, count) in enumerate(COUNTS.items()):
-        shard_writer.write(root / split, samples(count, seed, timesteps=split == "val"), split, per_shard=4)
+        shards.write(root / split, samples(count, seed, timesteps=split == "val"), split, per_shard=4)
     parts = [f"{split}:{split}/shard_{{000000..{(n - 1) // 4:06d}}}.tar" for split, n in COUNTS.items()]
     options = [text for part in parts for text in ("--split-parts", part)]
     prepare(root, *options)

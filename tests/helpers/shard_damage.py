@@ -7,10 +7,8 @@ from pathlib import Path
 import numpy as np
 from conftest import MICRO
 
-from flux_ref import config_file
-from flux_ref.formats import shard_writer, shards
-from flux_ref.formats.shard_writer import Sample
-from flux_ref.formats.shards import BLOCK, MEMBERS, NPY_HEADER, Layout, ShardSet
+from flux_ref import config_file, shards
+from flux_ref.shards import BLOCK, MEMBERS, NPY_HEADER, Layout, Sample, ShardSet
 
 LAYOUT = shards.layout(config_file.load(MICRO).model)
 STRIDE = LAYOUT.stride
@@ -32,10 +30,10 @@ def samples(count: int, seed: int = 0, timesteps: bool = True, layout: Layout = 
 
 def write_set(root: Path, train: int, val: int) -> None:
     """train/ and val/ of so many samples, three in a shard, and empty_encodings/."""
-    shard_writer.write(root / "train", samples(train, 0, False), "train", 3)
-    shard_writer.write(root / "val", samples(val, 1, True), "val", 3)
+    shards.write(root / "train", samples(train, 0, False), "train", 3)
+    shards.write(root / "val", samples(val, 1, True), "val", 3)
     ones = {name: np.ones((1, *LAYOUT.shapes[name]), np.float16) for name in ("t5", "clip")}
-    shard_writer.write_empty(root / "empty_encodings", ones)
+    shards.write_empty(root / "empty_encodings", ones)
 
 
 def same(read: dict[str, np.ndarray], written: Sample) -> bool:

@@ -24,11 +24,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flux_ref import config_file, files, tensors, weights
+from flux_ref import config_file, files, shards, tensors, weights
 from flux_ref.config import KEYS
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import shards
-from flux_ref.formats.shards import BadSample
+from flux_ref.shards import BadSample
 from tools.prepare import pictures
 from tools.prepare.pictures import Sample
 from tools.report import result_log, score

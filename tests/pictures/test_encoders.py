@@ -14,9 +14,8 @@ from peer_vae import SMALL, relative_error
 from safetensors.torch import load_file, save_file
 from small_encoders import WORDS, save_ae, save_clip, save_t5
 
-from flux_ref import config_file
+from flux_ref import config_file, shards
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import shards
 from flux_ref.pictures import autoencoder
 from flux_ref.pictures.encoders import Encoders
 

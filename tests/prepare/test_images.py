@@ -17,8 +17,7 @@ from small_encoders import save_ae, save_clip, save_t5
 from test_pictures import drawn, pixels, saved, write_tar
 from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5EncoderModel
 
-from flux_ref import config_file
-from flux_ref.formats import shard_writer, shards
+from flux_ref import config_file, shards
 from flux_ref.pictures import autoencoder
 from flux_ref.pictures.autoencoder import FLUX
 from flux_ref.pictures.encoders import Encoders
@@ -174,11 +173,11 @@ def test_a_stopped_command_goes_on_with_the_parts_that_are_not_done(nets, tmp_pa
     assert [meta.key for meta in val] == [f"val_{i:08d}" for i in range(len(val))]
     capsys.readouterr()
     full = OSError(28, "No space left on device")
-    with failing(shard_writer.ShardWriter, "add", 7, full):
+    with failing(shards.ShardWriter, "add", 7, full):
         assert "tar: No space left on device; free its disk" in refused(stopped, capsys, code=3)
     with failing(Encoders, "encode", 5, KeyboardInterrupt()):
         assert prepare.main(stopped) == 130
-    with failing(shard_writer.ShardWriter, "add", 35, KeyboardInterrupt()):  # while validation is copied
+    with failing(shards.ShardWriter, "add", 35, KeyboardInterrupt()):  # while validation is copied
         assert prepare.main(stopped) == 130
     capsys.readouterr()
     assert "was begun from another input or with other options" in refused([*stopped, "--dtype=bf16"], capsys)

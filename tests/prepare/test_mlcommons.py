@@ -21,8 +21,8 @@ from conftest import MICRO
 from run_files import contents
 from shard_damage import LAYOUT, opened
 
-from flux_ref.formats import shard_writer, shards
-from flux_ref.formats.shards import MEMBERS
+from flux_ref import shards
+from flux_ref.shards import MEMBERS
 from tools.prepare import commands as prepare
 from tools.prepare import mlcommons
 
@@ -60,7 +60,7 @@ def train(tmp_path) -> Path:
     write_arrow(folder / SECOND, rows()[10:], (13,))
     draw = np.random.default_rng(5)
     empty = {name: draw.standard_normal((1, *LAYOUT.shapes[name])).astype(np.float16) for name in ("t5", "clip")}
-    shard_writer.write_empty(tmp_path / "public" / "empty_encodings", empty)
+    shards.write_empty(tmp_path / "public" / "empty_encodings", empty)
     return folder
 
 
@@ -166,7 +166,7 @@ def test_empty_encodings_become_bf16_bits_and_are_needed_once_and_only_for_train
 @contextlib.contextmanager
 def struck(key: str, strike) -> Iterator[None]:
     """Writing the sample of this key goes wrong."""
-    add = shard_writer.ShardWriter.add
+    add = shards.ShardWriter.add
 
     def write(shard, own, *given):
         if own == key:
@@ -175,7 +175,7 @@ def struck(key: str, strike) -> Iterator[None]:
         add(shard, own, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_writer.ShardWriter, "add", write)
+        patch.setattr(shards.ShardWriter, "add", write)
         yield
 
 

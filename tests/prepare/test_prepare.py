@@ -8,9 +8,8 @@ import pytest
 from conftest import MICRO
 from tqdm import tqdm
 
-from flux_ref import config_file, toy
+from flux_ref import config_file, shards, toy
 from flux_ref.errors import Fault
-from flux_ref.formats import shards
 from tools.prepare import commands as prepare
 from tools.prepare import job
 

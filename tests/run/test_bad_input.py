@@ -15,9 +15,8 @@ from shard_damage import put_nan
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import train
-from flux_ref import config, config_file, data, errors, rng
+from flux_ref import config, config_file, data, errors, rng, shards
 from flux_ref.errors import Refusal
-from flux_ref.formats import shards
 from flux_ref.step_runner import StepRunner
 
 CFG = config_file.load(MICRO)
@@ -61,7 +60,7 @@ REQUESTS = {
     "--data.val=/no/such/folder": ["/no/such/folder", "does not exist", "data.val"],
     "--data.val=/no/such\nfolder": ["/no/such", "folder", "does not exist"],
     "--data.empty=/no/such/folder": ["/no/such/folder/t5_empty.npy"],
-    "--model.t5_dim=30": ["shard_000000.tar", "'shape': (9, 28)", "want uint16 (9, 30)"],
+    "--model.t5_dim=30": ["shard_000000.tar", "want uint16 (9, 30)"],
     "--model.text_tokens=40": ["shard_000000.tar", "made for another model", "'t5': (40, 28)"],
 }
 

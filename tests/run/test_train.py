@@ -14,10 +14,9 @@ from conftest import MICRO, called, data_overrides, micro_run, require_identical
 from PIL import Image
 from run_files import column, event, events, lines
 
-from flux_ref import config, config_file, schedule, toy
+from flux_ref import config, config_file, schedule, shards, toy
 from flux_ref.errors import Refusal
 from flux_ref.files import PARTIAL
-from flux_ref.formats import shards
 from flux_ref.model import parameter_table
 from flux_ref.pictures import artist
 from flux_ref.run.forecast import forecast

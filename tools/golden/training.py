@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
-from flux_ref import config_file, data, evaluate, flow, optim, rng, schedule, sharding, step, step_runner
+from flux_ref import config_file, data, evaluate, flow, optim, rng, schedule, sharding, shards, step, step_runner
 from flux_ref.config import Config
-from flux_ref.formats import shards
 from flux_ref.ranks import World
 from flux_ref.step import Health
 from flux_ref.step_runner import State

@@ -26,15 +26,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from flux_ref import files, ranks, sharding
+from flux_ref import files, ranks, sharding, shards
 from flux_ref.config import ModelConfig, ParallelConfig
 from flux_ref.errors import Refusal, between, one_line
-from flux_ref.formats import shard_writer, shards
-from flux_ref.formats.shard_writer import ShardWriter, key_of, new_shard, npy_blob, shard_path, write_empty
 from flux_ref.pictures import encoders
 from flux_ref.pictures.encoders import Encoders
 from flux_ref.progress import progress
 from flux_ref.schedule import TIMESTEPS
+from flux_ref.shards import ShardWriter, key_of, new_shard, npy_blob, shard_path, write_empty
 from tools.prepare import job, pictures
 from tools.prepare.pictures import Part, Rejection, Sample
 
@@ -135,7 +134,7 @@ def _finish(folder: Path, args: argparse.Namespace, layout: shards.Layout) -> st
         path.rename(shard_path(path.parent, number))  # a part without a sample leaves no gap
     files.remove(root / "val")
     if val.paths:
-        shard_writer.write(root / "val", _in_turns(val, folder), "val", args.per_shard)
+        shards.write(root / "val", _in_turns(val, folder), "val", args.per_shard)
     return summary
 
 
@@ -143,7 +142,7 @@ def _stored(folder: Path, layout: shards.Layout) -> shards.ShardSet:
     return shards.ShardSet(folder if any(folder.iterdir()) else "", layout, "val")
 
 
-def _in_turns(val: shards.ShardSet, folder: Path) -> Iterator[shard_writer.Sample]:
+def _in_turns(val: shards.ShardSet, folder: Path) -> Iterator[shards.Sample]:
     """The samples with the timesteps that are given, else in turns. Raises: Refusal if one of the eight is absent."""
     found = set()
     val.open()
@@ -152,7 +151,7 @@ def _in_turns(val: shards.ShardSet, folder: Path) -> Iterator[shard_writer.Sampl
         meta = val.read(index, rows)
         timestep = index % TIMESTEPS if meta.timestep is None else meta.timestep
         found.add(timestep)
-        yield shard_writer.Sample(rows, timestep, meta.caption)
+        yield shards.Sample(rows, timestep, meta.caption)
     if absent := {*range(TIMESTEPS)} - found:
         raise Refusal(f"no validation sample has timestep {min(absent)}; mend the .json files and remove {folder}")
 

@@ -15,12 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
+from flux_ref import shards
 from flux_ref.errors import Refusal, package
-from flux_ref.formats import shards
-from flux_ref.formats.shard_writer import PER_SHARD, key_of, new_shard, shard_path, write_empty
-from flux_ref.formats.shards import NPY_HEADER, Layout
 from flux_ref.progress import progress
 from flux_ref.schedule import TIMESTEPS
+from flux_ref.shards import NPY_HEADER, PER_SHARD, Layout, key_of, new_shard, shard_path, write_empty
 from tools.prepare import job
 
 COLUMNS = {"t5": "t5_encodings", "clip": "clip_encodings", "mean": "mean", "logvar": "logvar"}  # of each member

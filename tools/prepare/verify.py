@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
+from flux_ref import shards
 from flux_ref.errors import Refusal, printable
-from flux_ref.formats import shards
-from flux_ref.formats.shards import MEMBERS, BadSample, Layout, Meta, Shard
 from flux_ref.progress import progress
 from flux_ref.schedule import TIMESTEPS
+from flux_ref.shards import MEMBERS, BadSample, Layout, Meta, Shard
 from tools.prepare import job
 
 SHOWN = 20  # problems

@@ -1,4 +1,4 @@
-"""The data set on disk: tar shards of embedded samples, in the layout of the public MLPerf submissions.
+"""The data set on disk, read and written: tar shards of samples in the layout of the public MLPerf submissions.
 
 A sample is five tar members of one key, one after the other: KEY.json, KEY.t5.bytes, KEY.clip.bytes, KEY.mean.bytes,
 KEY.logvar.bytes, in any order. The json holds {"key"}, in validation "timestep": 0..7. Each .bytes is a .npy blob of
@@ -16,14 +16,18 @@ import io
 import json
 import os
 import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
+from itertools import chain, islice
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 
+from flux_ref import files
 from flux_ref.errors import Refusal, one_line, shown
 
 MEMBERS = ("t5", "clip", "mean", "logvar")
@@ -31,9 +35,11 @@ CAN_EVICT = hasattr(os, "posix_fadvise")  # macOS has none
 BLOCK, RECORD = 512, 10_240  # bytes; tar's two units
 NPY_HEADER = 128  # bytes before the numbers of a .npy blob
 END_BYTES = 2 * BLOCK  # an archive ends with two zero blocks
+Buffer = bytes | memoryview
+PER_SHARD = 10_000  # samples, as in the public conversions: 21.7 GB
 
 
-class BadSample(Exception):
+class BadSample(Refusal):
     """A sample is not what it should be. The message names the shard, the sample and the reason."""
 
 
@@ -47,25 +53,15 @@ def npy_header(shape: tuple[int, ...]) -> bytes:
     return stream.getvalue()
 
 
-@dataclass(frozen=True)
 class Layout:
     """The bytes of one sample, given the shape of each member."""
 
-    shapes: dict[str, tuple[int, ...]]
-
-    @cached_property
-    def blob_bytes(self) -> dict[str, int]:
-        """Bytes of each member's .npy blob."""
-        return {name: NPY_HEADER + 2 * prod(self.shapes[name]) for name in MEMBERS}
-
-    @cached_property
-    def stride(self) -> int:
-        """Bytes of one sample in a shard, with tar headers and padding."""
-        return 2 * BLOCK + sum(BLOCK + _round_up(size) for size in self.blob_bytes.values())
-
-    @cached_property
-    def npy_headers(self) -> dict[str, bytes]:
-        return {name: npy_header(self.shapes[name]) for name in MEMBERS}
+    def __init__(self, shapes: dict[str, tuple[int, ...]]):
+        self.shapes = shapes
+        self.npy_headers = {name: npy_header(shapes[name]) for name in MEMBERS}
+        self.blob_bytes = {name: NPY_HEADER + 2 * prod(shapes[name]) for name in MEMBERS}
+        # Of a sample in a shard, with tar headers and padding.
+        self.stride = 2 * BLOCK + sum(BLOCK + _round_up(size) for size in self.blob_bytes.values())
 
     def rows(self) -> dict[str, np.ndarray]:
         """Memory for one sample: an uninitialised uint16 array for each member."""
@@ -74,9 +70,12 @@ class Layout:
 
 def layout(model) -> Layout:
     """The layout of samples for a model (config.ModelConfig)."""
-    latent = tuple(model.latent_shape)
+    latent = model.latent_shape
     text = (model.text_tokens, model.t5_dim)
     return Layout({"t5": text, "clip": (model.clip_dim,), "mean": latent, "logvar": latent})
+
+
+# Reading
 
 
 @dataclass(frozen=True)
@@ -100,13 +99,12 @@ class Shard:
         self.layout = layout
         self.descriptor = -1  # until opened
         size = path.stat().st_size
-        self.count = max(0, size - END_BYTES) // layout.stride
+        self.count = (size - END_BYTES) // layout.stride
         end = self.count * layout.stride + END_BYTES
-        if not self.count or size not in (end, _round_up(end, RECORD)):
+        if self.count < 1 or size not in (end, _round_up(end, RECORD)):
             raise Refusal(
                 f"shard {path} ({size} bytes) is truncated, or made for another model: samples of {layout.shapes} take"
-                f" {layout.stride} bytes each and end after {self.count} of them at byte {end}; copy it again, or give"
-                " the config that it was made for"
+                f" {layout.stride} bytes each; copy it again, or give the config that it was made for"
             )
 
     def open(self) -> None:
@@ -130,50 +128,52 @@ class Shard:
         Raises: BadSample; the rows then hold anything.
         """
         where = self.where(position)
-        content = memoryview(self._bytes(position))
-        members, begin = {}, 0
-        while begin < len(content):
-            entry = _tar_entry(content[begin : begin + BLOCK], where)
-            begin += BLOCK
-            members[entry.name] = content[begin : begin + entry.size]
-            begin += _round_up(entry.size)
+        content = memoryview(self._bytes(position, 0, self.layout.stride))
+        members = dict(self._members(where, lambda begin, count: content[begin : begin + count]))
         key = next(iter(members)).partition(".")[0]
-        wanted = [f"{key}.json", *(f"{key}.{name}.bytes" for name in MEMBERS)]
-        if sorted(members) != sorted(wanted):
-            raise BadSample(f"{where}: it holds {', '.join(members)}, want {', '.join(wanted)}")
-        meta = parse_meta(key, bytes(members[f"{key}.json"]), where)
+        wanted = {f"{key}.json", *(f"{key}.{name}.bytes" for name in MEMBERS)}
+        if members.keys() != wanted:
+            raise BadSample(f"{where}: it holds {', '.join(members)}, want {', '.join(sorted(wanted))}")
         for name in MEMBERS:
             blob = members[f"{key}.{name}.bytes"]
             if blob[:NPY_HEADER] != self.layout.npy_headers[name] or len(blob) != self.layout.blob_bytes[name]:
-                found = bytes(blob[10:NPY_HEADER]).decode("latin-1").strip(" \n\0")  # after the magic bytes
-                raise BadSample(
-                    f"{where}, key {key}: {name} has {len(blob)} bytes of {found!r}, want uint16"
-                    f" {self.layout.shapes[name]}"
-                )
+                raise BadSample(f"{where}, key {key}: {name} has another form, want uint16 {self.layout.shapes[name]}")
             rows[name].reshape(-1)[:] = np.frombuffer(blob, np.uint16, offset=NPY_HEADER)
             if _not_finite(rows[name]):
                 raise BadSample(f"{where}, key {key}: {name} holds NaN or infinite values")
-        return meta
+        return _meta(key, members[f"{key}.json"], where)
 
     def read_meta(self, position: int) -> Meta:
         """What a sample's json says; no array is read. Raises: BadSample."""
         where = self.where(position)
-        begin = position * self.layout.stride
-        for _ in range(1 + len(MEMBERS)):
-            block = os.pread(self.descriptor, 2 * BLOCK, begin)
-            entry = _tar_entry(block[:BLOCK], where)
-            key, _, kind = entry.name.partition(".")
-            if kind == "json":
-                return parse_meta(key, block[BLOCK : BLOCK + entry.size], where)
-            begin += BLOCK + _round_up(entry.size)
+        for name, content in self._members(where, partial(self._bytes, position), kind="json"):
+            return _meta(name.partition(".")[0], content, where)
         raise BadSample(f"{where}: it holds no KEY.json")
 
-    def _bytes(self, position: int) -> bytes:
-        """The bytes of a sample. Raises: BadSample."""
-        content = b""
-        while (missing := self.layout.stride - len(content)) > 0:  # network file systems may take more than one call
+    def _members(self, where: str, read: Callable[[int, int], Buffer], kind: str = "") -> Iterator[tuple[str, Buffer]]:
+        """Each member of a sample, or that of a kind. read(begin, count): so many of the sample's bytes.
+
+        Raises: BadSample.
+        """
+        begin = 0
+        while begin < self.layout.stride:
             try:
-                part = os.pread(self.descriptor, missing, position * self.layout.stride + len(content))
+                entry = tarfile.TarInfo.frombuf(bytes(read(begin, BLOCK)), "utf-8", "strict")
+            except (tarfile.HeaderError, ValueError):
+                raise BadSample(f"{where}: no tar header where one belongs") from None
+            if not entry.isreg() or not 0 <= entry.size < self.layout.stride:
+                raise BadSample(f"{where}: {shown(entry.name)} is no regular file of a sample's size")
+            if entry.name.endswith(kind):
+                yield entry.name, read(begin + BLOCK, entry.size)
+            begin += BLOCK + _round_up(entry.size)
+
+    def _bytes(self, position: int, begin: int, count: int) -> bytes:
+        """So many bytes of a sample from byte `begin` on. Raises: BadSample."""
+        begin += position * self.layout.stride
+        content = b""
+        while len(content) < count:  # network file systems may take more than one call
+            try:
+                part = os.pread(self.descriptor, count - len(content), begin + len(content))
             except OSError as error:
                 raise BadSample(f"{self.where(position)}: {error.strerror}") from None
             if not part:
@@ -204,18 +204,14 @@ class ShardSet:
     def open(self, rank: int = 0, size: int = 1) -> None:
         """Open every shard. Check the first and last sample of every size-th shard, from number rank on.
 
-        Raises: Refusal.
+        Raises: BadSample.
         """
         for shard in self.shards:
             shard.open()
-        rows = self.layout.rows()
-        try:
-            for shard in self.shards[rank::size]:
-                for position in {0, shard.count - 1}:
-                    shard.read(position, rows)
-                shard.require_end()
-        except BadSample as error:
-            raise Refusal(str(error)) from None
+        for shard in self.shards[rank::size]:
+            for position in {0, shard.count - 1}:
+                shard.read(position, self.layout.rows())
+            shard.require_end()
 
     def evict(self) -> None:
         """Drop the shards' clean pages from the operating system's cache, where CAN_EVICT. Reads no byte."""
@@ -252,27 +248,14 @@ def paths_of(folder: Path, split: str) -> list[Path]:
     return paths
 
 
-def _tar_entry(header: bytes | memoryview, where: str) -> tarfile.TarInfo:
-    """The member that a tar header begins. Raises: BadSample."""
-    try:
-        entry = tarfile.TarInfo.frombuf(bytes(header), "utf-8", "strict")
-    except (tarfile.HeaderError, ValueError):
-        raise BadSample(f"{where}: no tar header where one belongs") from None
-    if not entry.isreg():
-        raise BadSample(f"{where}: {shown(entry.name)} is no regular file")
-    return entry
-
-
-def parse_meta(key: str, text: bytes, where: str) -> Meta:
+def _meta(key: str, text: Buffer, where: str) -> Meta:
     """What the json of a sample says. Raises: BadSample."""
-    try:
-        content: Any = json.loads(text)
-        timestep, caption = content.get("timestep"), content.get("caption")
-    except (ValueError, AttributeError, RecursionError):
-        raise BadSample(f"{where}: {key}.json is not a JSON object") from None
-    if timestep is not None and type(timestep) is not int:
-        raise BadSample(f"{where}: timestep {shown(timestep)} is neither an integer nor null")
-    return Meta(key, timestep, str(caption or ""))
+    text = bytes(text)
+    content = files.json_object(text)  # {} for anything else
+    timestep = content.get("timestep")
+    if not content or type(timestep) not in (int, type(None)):
+        raise BadSample(f"{where}: {key}.json holds {shown(text)}, want an object, with timestep an integer or null")
+    return Meta(key, timestep, str(content.get("caption") or ""))
 
 
 def _not_finite(bits: np.ndarray) -> bool:
@@ -306,14 +289,102 @@ def read_empty(folder: str | Path, layout: Layout) -> dict[str, np.ndarray]:
         try:
             array = np.load(path, mmap_mode="r")  # refuses pickles, and allocates nothing that the file does not hold
         except Exception as error:  # numpy's parser raises a dozen kinds
-            reason = getattr(error, "strerror", None) or one_line(error, 200)
-            raise Refusal(f"empty encoding {path} cannot be read: {reason}") from None
-        kinds = (np.uint16, np.float16, np.float32)
-        if array.dtype not in kinds or array.shape not in (shape, (1, *shape)):
+            raise Refusal(f"empty encoding {path} cannot be read: {one_line(error, 200)}") from None
+        if array.dtype not in (np.uint16, np.float16, np.float32) or array.shape not in (shape, (1, *shape)):
             found = f"{array.dtype} {array.shape}"
             raise Refusal(f"empty encoding {path} is {found}; want uint16, float16 or float32 {shape}")
-        bits = array if array.dtype == np.uint16 else to_bf16_bits(array)
-        encodings[name] = np.array(bits).reshape(shape)
-        if _not_finite(encodings[name]) or not np.isfinite(array).all():
+        bits = np.array(array) if array.dtype == np.uint16 else to_bf16_bits(array)
+        if _not_finite(bits) or not np.isfinite(array).all():
             raise Refusal(f"empty encoding {path} holds NaN or infinite values")
+        encodings[name] = bits.reshape(shape)
     return encodings
+
+
+# Writing. Files get their names once they are whole and on the disk. The members stand in the order of NVIDIA's
+# converter, which writes with Python's tarfile, too; webdataset's TarWriter would sort them by name.
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Members as uint16 bf16 bits."""
+
+    members: dict[str, np.ndarray]
+    timestep: int | None = None
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class ShardWriter:
+    """A shard that is being written."""
+
+    file: BinaryIO
+
+    def add(self, key: str, blobs: Mapping[str, Buffer], timestep: int | None, caption: str = "") -> None:
+        """Append a sample. blobs: the .npy file of every member. Captions are cut to what a tar block holds."""
+        self._add(f"{key}.json", _description(key, timestep, caption))
+        for name in MEMBERS:
+            self._add(f"{key}.{name}.bytes", blobs[name])
+
+    def _add(self, name: str, content: Buffer) -> None:
+        entry = tarfile.TarInfo(name)  # owner, mode and time stay fixed: the same samples give the same bytes
+        entry.size = len(content)
+        # tarfile's own addfile would copy the content, and hold up other threads while a mapped file is read.
+        for part in (entry.tobuf(tarfile.USTAR_FORMAT), content, bytes(-len(content) % BLOCK)):
+            self.file.write(part)
+
+
+@contextmanager
+def new_shard(path: Path) -> Iterator[ShardWriter]:
+    """Write a shard. The file gets its name if the block ends without an error, else it is removed."""
+    with files.whole(path) as place, place.open("wb") as file:
+        yield ShardWriter(file)
+        file.write(bytes(END_BYTES))  # no padding as tar's: the size then tells the number of samples
+
+
+def _description(key: str, timestep: int | None, caption: str) -> bytes:
+    """The json member, in one tar block."""
+    values = {"key": key, "timestep": timestep, "caption": caption[:BLOCK]}
+    content = {name: value for name, value in values.items() if value not in (None, "")}  # NVIDIA's takes no null
+    while len(text := json.dumps(content, ensure_ascii=False).encode()) > BLOCK:
+        content["caption"] = content["caption"][:-1]
+    return text
+
+
+def npy_blob(bits: np.ndarray) -> bytes:
+    """bf16 bits in uint16 as a .npy file."""
+    return npy_header(bits.shape) + np.ascontiguousarray(bits, dtype=np.uint16).tobytes()
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    return folder / f"shard_{number:06d}.tar"
+
+
+def key_of(split: str, index: int) -> str:
+    """The key of a sample, unique across splits."""
+    return f"{split}_{index:08d}"
+
+
+def write(folder: Path, samples: Iterable[Sample], prefix: str, per_shard: int = PER_SHARD) -> int:
+    """Write samples into a new folder, one shard after the other; returns their number. prefix: begins each key.
+
+    Each shard is whole, but the folder is whole only when this returns: give it its name then.
+    """
+    folder.mkdir(parents=True)
+    samples = iter(samples)
+    count = 0
+    for first in samples:
+        with new_shard(shard_path(folder, count // per_shard)) as shard:
+            for sample in chain([first], islice(samples, per_shard - 1)):
+                blobs = {name: npy_blob(sample.members[name]) for name in MEMBERS}
+                shard.add(key_of(prefix, count), blobs, sample.timestep, sample.caption)
+                count += 1
+    return count
+
+
+def write_empty(folder: Path, encodings: dict[str, np.ndarray]) -> None:
+    """Write the encodings of the empty caption, {"t5", "clip"}, as read_empty reads them."""
+    with files.whole(folder, is_new=True) as place:
+        place.mkdir(parents=True)
+        for name, array in encodings.items():
+            np.save(place / f"{name}_empty.npy", array)
+            files.sync(place / f"{name}_empty.npy")
