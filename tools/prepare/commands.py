@@ -22,7 +22,7 @@ def run(argv: list[str]) -> int:
     parser = Options("python -m tools.prepare", "Make and look after data sets.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in COMMANDS.items():
-        command = commands.add_parser(name, help=text)
+        command = commands.add_parser(name, description=text, help=text)
         if argv[:1] == [name]:
             module = importlib.import_module(f"tools.prepare.{name}")
             module.add_arguments(command)
