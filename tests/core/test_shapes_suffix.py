@@ -105,13 +105,3 @@ def test_suffixes_are_the_axes_of_their_tensors():
     for function in ("rope_table", "apply_rope", "attention", "modulate", "interpolate", "losses", "pack", "unpack"):
         assert function in found, "the trace must have seen it"
     assert {"Flux.forward", "DoubleBlock.forward", "SingleBlock.forward", "LastLayer.forward"} <= found.keys()
-
-
-def test_every_suffix_in_the_source_has_a_legend():
-    """Each letter used in a file is explained in the comments at its head."""
-    for module in (model, flow, latents):
-        source = inspect.getsource(module)
-        used = set("".join(re.findall(r"\b[a-z]\w*_([A-Z][A-Z0-9]*)\b", source))) - set("0123456789")
-        comments = "\n".join(line for line in source.splitlines() if line.startswith("#"))
-        explained = set(re.findall(r"\b([A-Z])\b", comments))
-        assert used <= explained, f"{module.__name__} does not explain {sorted(used - explained)}"

@@ -11,7 +11,6 @@ from flux_ref.config import ModelConfig
 from flux_ref.diffusers_names import diffusers_config
 from flux_ref.model import Flux
 
-FULL_WIDTH = ModelConfig(double_blocks=1, single_blocks=1, latent_height=4, latent_width=6, text_tokens=9)
 INPUTS = ("img", "txt", "clip", "t")
 
 # Module of this model and the modules of diffusers that share its rows, in order; the next pair follows a comma.

@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from conftest import MICRO, called, data_overrides, micro_run, rank_exit_code, script, the_line
+from conftest import MICRO, called, micro_run, rank_exit_code, script, the_line
 from run_files import lines
 from shard_damage import put_nan
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -87,7 +87,7 @@ def test_help_is_the_usage_and_every_key_with_its_default_and_comment(capsys):
     assert "\n  --train.seed=0\n      seed of every random number in training and validation;" in out
 
 
-# Damaged data; test_shards_damage.py and test_checkpoint_files.py have every kind of damage
+# Damaged data; test_shards.py and test_checkpoint.py have every kind of damage
 
 DAMAGE = {  # how, exit code, words of the complaint
     "truncated": (lambda d: truncate(shard(d), 3 * LAYOUT.stride + 5), 2, ["train/shard_000000.tar", "truncated"]),
@@ -165,12 +165,6 @@ def test_eval_of_a_damaged_run_or_with_an_override_that_does_not_fit_is_refused(
     for folder in (tmp_path, tmp_path / "none"):
         code, _, line = attempt(folder, name="eval.py")
         assert code == 2 and has_words(line, folder, "give a run, a checkpoint"), line
-
-
-def test_eval_meets_a_damaged_sample(attempt, finished, dataset):
-    put_nan(dataset, "val", MIDDLE)
-    code, _, line = attempt(finished, *data_overrides(dataset), name="eval.py")
-    assert code == 3 and has_words(line, "val_00000020", "NaN"), line
 
 
 def test_a_place_that_cannot_be_is_refused_in_words(attempt, shapes_dir, tmp_path):

@@ -1,4 +1,4 @@
-"""Faults while a run is under way, as docs/faults.md lists them: what is lost, what is said, and what resumes.
+"""Faults while a run is under way: what is lost, what is said, and what resumes.
 
 Errors are injected where a file is written or read, so most of these tests run everywhere.
 """
