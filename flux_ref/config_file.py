@@ -225,12 +225,10 @@ def validate_world(cfg: Config, world_size: int) -> None:
     train = cfg.train
     chunk = world_size * max(1, train.micro_batch)
     if train.global_batch % chunk:
-        low = train.global_batch // chunk * chunk
-        usable = f"{low} or {low + chunk}" if low else f"{chunk}"
         micro = f" x train.micro_batch={train.micro_batch}" if train.micro_batch else ""
         raise Refusal(
-            f"train.global_batch={train.global_batch} is not divisible by {world_size} ranks{micro}; use {usable}"
-            f"{', or another micro_batch' if micro else ''}"
+            f"train.global_batch={train.global_batch} is not divisible by {world_size} ranks{micro};"
+            f" use a multiple of {chunk}{', or another micro_batch' if micro else ''}"
         )
     replicate = cfg.parallel.replicate
     if replicate and world_size % replicate:

@@ -69,13 +69,11 @@ def held_out() -> list[Drawing]:
     """One drawing of every colour and shape, at varying places and sizes; training never shows them."""
     places = list(PLACES)
     sizes = list(SIZES)
-    drawings = []
-    for row, colour in enumerate(COLOURS):
-        for column, shape in enumerate(SHAPES):
-            size = sizes[(row + column) % 2]
-            place = places[(row + 2 * column) % len(places)]
-            drawings.append(Drawing(size, colour, shape, place))
-    return drawings
+    return [
+        Drawing(sizes[(row + column) % 2], colour, shape, places[(row + 2 * column) % len(places)])
+        for row, colour in enumerate(COLOURS)
+        for column, shape in enumerate(SHAPES)
+    ]
 
 
 def render(drawing: Drawing, height: int, width: int, dx: float = 0.0, dy: float = 0.0) -> np.ndarray:

@@ -249,6 +249,8 @@ def test_damage_stops_the_run_with_shard_sample_and_remedy(folder, shard, shapes
         list(val_set.feed(0))
 
     evaluated()
+    overwrite_json(shard, "{")
+    assert "sample 1: some_00000001.json holds" in refusal(evaluated), "which the look for timesteps meets"
     for timestep in (8, -1, None, 10**30):
         overwrite_json(shard, describe(timestep=timestep))
         with pytest.raises(Fault, match=f"some_00000001 in {folder} has timestep {timestep}; want 0 to 7"):
