@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flux_ref.config import KEYS, SECTIONS, Config, flat
-from flux_ref.errors import Refusal
-from flux_ref.formats.outside import read_text, shown
+from flux_ref.errors import Refusal, shown
+from flux_ref.files import read_text
 
 KINDS = {
     str: "a string of plain text",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flux_ref.config import ModelConfig
-from flux_ref.errors import Refusal
-from flux_ref.formats import outside
+from flux_ref.errors import Refusal, shown
+from flux_ref.files import read_json
 from flux_ref.model import parameter_table
 
 
@@ -128,8 +128,8 @@ def require_config(path: Path, want: dict[str, object], remedy: str) -> None:
 
     Raises: Refusal.
     """
-    content = outside.read_json(path, "diffusers' config")
+    content = read_json(path, "diffusers' config")
     bad = [key for key in want if content.get(key, want[key]) != want[key]]
     if bad:
-        wrong = "; ".join(f"{key}={outside.shown(content[key])}, want {want[key]!r}" for key in bad)
+        wrong = "; ".join(f"{key}={shown(content[key])}, want {want[key]!r}" for key in bad)
         raise Refusal(f"{path} is another model's: {wrong}; {remedy}")

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, lines that are appended, locks, and records as JSON lines.
+"""Reading with a limit; files and folders that appear whole or not at all; lines that are appended; locks; records.
 
 What is being written lies beside its place as `.NAME.XXXXXXXX.flux_ref_partial`. No reader looks at such names.
 """
@@ -11,6 +11,7 @@ import math
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,66 @@ from typing import BinaryIO
 
 from flux_ref.errors import Refusal
 
+TEXT_BYTES = 64 * 2**20  # no config, index or list of people is longer
+OWN_BYTES = 2**31  # of a list that a data set may have: a line for each picture
 PARTIAL = ".flux_ref_partial"  # how the names of what is being written end
 POLL_S = 0.1
 MOST = 1e100  # of figures in records: sums, squares and ratios of these are finite, too
+
+
+@contextlib.contextmanager
+def opened(path: Path, what: str) -> Iterator[BinaryIO]:
+    """A regular file, open for reading. what: its kind, for the message. Raises: Refusal, also while it is read.
+
+    Pipes and devices are refused: some never end, and some wait for ever.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise Refusal(f"{what} {path} is not a regular file; give a file")
+            yield file
+    except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
+        raise Refusal(f"{what} {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def read_bytes(path: Path, what: str, most: int = TEXT_BYTES) -> bytes:
+    """The bytes of a regular file of at most `most`. what: its kind, for the message. Raises: Refusal."""
+    with opened(path, what) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise Refusal(f"{what} {path} is larger than {most:,} bytes; give the right file")
+        return file.read()
+
+
+def read_text(path: Path, what: str, most: int = TEXT_BYTES) -> str:
+    """The text of a regular file of at most `most` bytes, as `decode_text` reads it. Raises: Refusal."""
+    try:
+        return decode_text(read_bytes(path, what, most))
+    except ValueError as error:
+        raise Refusal(f"{what} {path} is not UTF-8: {error}; save it as UTF-8") from None
+
+
+def read_json(path: Path, what: str) -> dict:
+    """The JSON object in a file. Raises: Refusal."""
+    try:
+        content = json.loads(read_bytes(path, what))
+    except ValueError as error:
+        raise Refusal(f"{what} {path} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise Refusal(f"{what} {path} holds no JSON object")
+    return content
+
+
+def decode_text(content: bytes) -> str:
+    """Text that people have written: UTF-8, or UTF-16 that begins with its mark. A mark is left out.
+
+    Raises: ValueError for other bytes, and for NULs: UTF-16 without its mark shows as such.
+    """
+    is_wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    text = content.decode("utf-16" if is_wide else "utf-8-sig")
+    if "\0" in text:
+        raise ValueError("it holds NULs, as UTF-16 without its mark would")
+    return text
 
 
 @contextlib.contextmanager
@@ -95,18 +153,6 @@ def append(path: Path, content: str, on_disk: bool = False) -> None:
         except OSError:
             file.truncate(size)
             raise
-
-
-def decode_text(content: bytes) -> str:
-    """Text that people have written: UTF-8, or UTF-16 that begins with its mark. A mark is left out.
-
-    Raises: ValueError for other bytes, and for NULs: UTF-16 without its mark shows as such.
-    """
-    is_wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    text = content.decode("utf-16" if is_wide else "utf-8-sig")
-    if "\0" in text:
-        raise ValueError("it holds NULs, as UTF-16 without its mark would")
-    return text
 
 
 @contextlib.contextmanager

@@ -24,8 +24,7 @@ from torch._C import _distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flux_ref.config import ParallelConfig
-from flux_ref.errors import Fault, Refusal
-from flux_ref.formats.outside import told
+from flux_ref.errors import Fault, Refusal, told
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
 DRIVERS = {

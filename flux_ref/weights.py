@@ -12,7 +12,6 @@ from flux_ref.checkpoint import Checkpoint
 from flux_ref.config import Config, ModelConfig
 from flux_ref.diffusers_names import Part
 from flux_ref.errors import Refusal
-from flux_ref.formats import outside
 from flux_ref.model import parameter_table
 from flux_ref.optim import EMA
 from flux_ref.sharding import local_rows, named_parameters
@@ -68,7 +67,6 @@ def is_checkpoint(path: Path) -> bool:
     return (path / checkpoint.MANIFEST).is_file() or (path.is_dir() and bool(checkpoint.NAME.fullmatch(path.name)))
 
 
-@outside.refusing()
 def find(path: Path, step: int | None = None) -> Path:
     """The checkpoint, file or folder that a user means by a path. Raises: Refusal.
 
@@ -127,7 +125,7 @@ def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Sourc
         raise Refusal(f"weights {path} hold {dev} of FLUX.1-dev, which is not supported; use FLUX.1-schnell's")
     info = metadata if metadata.get("trained_by") == TRAINER else {}  # others write anything there
     for key in COUNTS:
-        if outside.whole_number(info.get(key, "0"), 0, 2**53) is None:
+        if not info.get(key, "0").isdecimal():
             raise Refusal(f"weights {path}: its metadata say {key}={info[key]!r}, which is no count; export them again")
     kind, table = "BFL", parameter_table(model)
     parts = whole_parts(table)

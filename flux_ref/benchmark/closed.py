@@ -9,7 +9,7 @@ from typing import Any
 from flux_ref import folders
 from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import CHECKER, KEYS, Config, flat
-from flux_ref.formats.outside import shown
+from flux_ref.errors import shown
 
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "fp32"}  # in the log
 VAL_PRECISION = "lowest_numerical_precision_in_eval"  # of the linears in validation; a key of the log alone

@@ -13,7 +13,7 @@ from flux_ref import config, config_file, errors, ranks, shards, toy
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import Rows, TrainSet, ValSet
 from flux_ref.errors import Refusal
-from flux_ref.formats import outside
+from flux_ref.files import read_text
 from flux_ref.pictures import sheet
 from flux_ref.pictures.artist import Artist, stored_captions
 from flux_ref.pictures.encoders import KINDS, Encoders
@@ -86,7 +86,7 @@ def _utf8(prompt: str) -> str:
 
 def _listed(path: str) -> list[str]:
     """The lines of a file that hold text. Raises: Refusal."""
-    text = outside.read_text(Path(path), "list of prompts")
+    text = read_text(Path(path), "list of prompts")
     lines = [line.strip() for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
     if not lines:
         raise Refusal(f"--prompts={path} holds no prompt; write one on each line")

@@ -21,11 +21,10 @@ from flux_ref.attention import attention_kernel
 from flux_ref.board import Board
 from flux_ref.config import Config
 from flux_ref.data import rank_slice
-from flux_ref.errors import Fault, Refusal
+from flux_ref.errors import Fault, Refusal, printable
 from flux_ref.evaluate import Validation
 from flux_ref.files import append, is_number, records, write_records, write_whole
 from flux_ref.folder import ENDED, REACHED
-from flux_ref.formats.outside import printable
 from flux_ref.model import parameter_table
 from flux_ref.optim import bytes_per_parameter
 from flux_ref.progress import progress

@@ -224,11 +224,12 @@ def test_a_file_that_is_missing_or_not_toml_is_refused_by_name(tmp_path):
     for path in (tmp_path / "none.toml", tmp_path, tmp_path / "no\0ne.toml"):
         assert str(tmp_path) in conftest.refusal(config_file.load, path)
     path = tmp_path / "some.toml"
-    for content in (b"train.seed = \n", b"\xff\xfe", b"train.seed = 1\ntrain.seed = 2\n", b"{}", b"\0"):
+    for content in (b"train.seed = \n", b"\xff\xff", b"train.seed = 1\ntrain.seed = 2\n", b"{}", b"\0"):
         path.write_bytes(content)
         assert str(path) in conftest.refusal(config_file.load, path)
-    path.write_bytes(b"\xef\xbb\xbftrain.seed = 4")  # the mark that editors of Windows write
-    assert config_file.load(path).train.seed == 4
+    for encoding in ("utf-8-sig", "utf-16"):  # as editors of Windows write
+        path.write_bytes("train.seed = 4".encode(encoding))
+        assert config_file.load(path).train.seed == 4
 
 
 def test_a_config_has_a_name_and_its_run_a_folder(tmp_path, monkeypatch):

@@ -167,7 +167,7 @@ TEXTS = {  # what a caption's files hold: the caption, or why it is rejected
     "no caption": [{}, {".json": b'{"width": 1}'}, *({".txt": text.encode()} for text in (" \n", "\ufeff", "\u200b"))],
     "unreadable caption": [
         *({".txt": text} for text in ("l'été".encode("latin-1"), "a cat".encode("utf-16-le"))),
-        *({".json": text} for text in (b"[1]", b'{"caption": 7}', b"{", b"[" * 100_000, b'{"caption": "\\ud83d"}')),
+        *({".json": text} for text in (b"[1]", b'{"caption": 7}', b"{", b'{"caption": "\\ud83d"}')),
     ],
     "timestep is not 0 to 7": [{".json": b'{"caption": "a cat", "timestep": 8}'}],
 }

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import safetensors
 
-from flux_ref.errors import Refusal
-from flux_ref.formats import outside
+from flux_ref.errors import Refusal, printable
+from flux_ref.files import opened, read_json
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 VALUES = "golden.safetensors"
@@ -62,7 +62,7 @@ class Golden:
         """Raises: Refusal if a file is missing, or is not as it was written."""
         self.folder = folder
         self.arrays: Values = read_tensors(folder / VALUES)
-        index = outside.read_json(folder / INDEX, "index of golden values")
+        index = read_json(folder / INDEX, "index of golden values")
         try:
             self.parameters: list[str] = index["parameters"]
             self.values = [Value(**entry) for entry in index["values"]]
@@ -82,19 +82,19 @@ def read_tensors(path: Path) -> Values:
 
     Raises: Refusal for a file that is not a whole safetensors file, or that holds another dtype than READ_AS.
     """
-    with outside.opened(path, "safetensors file") as file:
+    with opened(path, "safetensors file") as file:
         content = file.read()
     try:
         entries = safetensors.deserialize(content)
     except safetensors.SafetensorError as error:
-        reason = outside.printable(error)[:200]
+        reason = printable(error)[:200]
         raise Refusal(f"{path} is not a whole safetensors file: {reason}; write it again") from None
     arrays = {}
     for name, entry in entries:
         dtype = entry["dtype"]
         if dtype not in READ_AS:
             known = ", ".join(READ_AS)
-            raise Refusal(f"{path}: {outside.printable(name)[:100]} has dtype {dtype}; write one of {known}")
+            raise Refusal(f"{path}: {printable(name)[:100]} has dtype {dtype}; write one of {known}")
         array = np.frombuffer(entry["data"], READ_AS[dtype], math.prod(entry["shape"])).reshape(entry["shape"])
         if dtype == "BF16":
             array = (array.astype(np.uint32) << 16).view(np.float32)

@@ -26,8 +26,7 @@ from torchvision.transforms.v2 import functional as transforms
 from webdataset.tariterators import base_plus_ext
 
 from flux_ref.errors import Refusal, shown
-from flux_ref.files import decode_text
-from flux_ref.formats import outside
+from flux_ref.files import OWN_BYTES, decode_text, read_bytes
 from flux_ref.schedule import TIMESTEPS
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says
@@ -93,7 +92,7 @@ Part = Callable[[], Iterator[Picture]]  # some consecutive pictures; every call 
 def _bytes(content: bytes | Path, what: str) -> bytes:
     """What a regular file holds. Raises: Rejected."""
     try:
-        return content if isinstance(content, bytes) else outside.read_bytes(content, what, MOST_BYTES)
+        return content if isinstance(content, bytes) else read_bytes(content, what, MOST_BYTES)
     except Refusal:
         raise Rejected(f"unreadable {what}") from None
 
@@ -101,7 +100,7 @@ def _bytes(content: bytes | Path, what: str) -> bytes:
 def described(texts: dict[str, bytes]) -> tuple[str, int | None]:
     """(caption, timestep) from a .txt and a .json; the "caption" of the .json comes second. Raises: Rejected."""
     try:
-        if not isinstance(content := outside.parse_json(decode_text(texts.get(".json", b"{}"))), dict):
+        if not isinstance(content := json.loads(decode_text(texts.get(".json", b"{}"))), dict):
             raise Rejected("unreadable caption")
         caption = (decode_text(texts[".txt"]) if ".txt" in texts else content.get("caption") or "").strip()
         caption.encode()  # half of a surrogate pair, as JSON may hold it, is a ValueError
@@ -251,7 +250,7 @@ def _plain(name: str) -> str:
 def _rows(path: Path, column: str) -> list[dict]:
     """The rows of metadata.jsonl or metadata.csv; {} for one that cannot be read. Raises: Refusal."""
     try:
-        text = decode_text(outside.read_bytes(path, "captions", outside.OWN_BYTES))
+        text = decode_text(read_bytes(path, "captions", OWN_BYTES))
         rows = _json_rows(text) if path.suffix == ".jsonl" else _csv_rows(text)
     except (ValueError, csv.Error) as error:
         raise Refusal(f"{path}: {error}; mend it, and save it as UTF-8") from None
@@ -267,7 +266,7 @@ def _json_rows(text: str) -> list[dict]:
     rows = []
     for line in filter(str.strip, text.split("\n")):
         try:
-            content = outside.parse_json(line)
+            content = json.loads(line)
         except ValueError:
             content = None
         rows.append(content if isinstance(content, dict) else {})

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from flux_ref import errors
 from flux_ref.config import KEYS, MllogConfig
-from flux_ref.errors import Options, package
+from flux_ref.errors import Options, package, printable
 from flux_ref.files import write_whole
-from flux_ref.formats.outside import printable
 from tools.report import official, result_log, score, words
 from tools.shared.json_option import give, json_option, text_beside
 

@@ -20,7 +20,7 @@ from mlperf_logging.rcp_checker import rcp_checker
 
 from flux_ref.benchmark import closed
 from flux_ref.errors import Refusal
-from flux_ref.formats.outside import read_json
+from flux_ref.files import read_json
 from tools.report.result_log import ResultLog, number
 
 BENCHMARK = "flux1"

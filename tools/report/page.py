@@ -15,7 +15,7 @@ from matplotlib.ticker import EngFormatter
 
 from flux_ref.benchmark import convergence
 from flux_ref.benchmark.facts import TARGET
-from flux_ref.formats.outside import printable
+from flux_ref.errors import printable
 from flux_ref.loss_chart import span
 from tools.report import words
 from tools.report.result_log import number

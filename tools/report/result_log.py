@@ -14,8 +14,8 @@ from typing import NamedTuple, NoReturn
 
 from mlperf_logging.compliance_checker import mlp_parser
 
-from flux_ref.errors import Refusal
-from flux_ref.formats.outside import printable, read_bytes, read_json, read_text
+from flux_ref.errors import Refusal, printable
+from flux_ref.files import read_bytes, read_json, read_text
 
 MOST_BYTES = 2**30  # of a log
 

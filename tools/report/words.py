@@ -1,6 +1,6 @@
 """A system in words: its runs, the official checks and the result, as the terminal and the page show them."""
 
-from flux_ref.formats.outside import printable
+from flux_ref.errors import printable
 from tools.report.score import System
 
 SHOWN_FAULTS = 3  # of a run
