@@ -114,8 +114,10 @@ def _checkpoint(cfg: Config, folder: Path, sizes: dict[str, int]) -> Path | None
         )
     if (folder / OUTCOME).exists():
         end = files.json_object((folder / OUTCOME).read_bytes())
-        samples, loss = end["samples"], end["val_loss"]
-        if not saved or samples >= cfg.train.max_samples or (loss is not None and loss <= cfg.eval.target):
+        samples, loss = end.get("samples"), end.get("val_loss")
+        is_short = files.is_number(samples) and samples < cfg.train.max_samples
+        is_above = loss is None or (files.is_number(loss) and loss > cfg.eval.target)
+        if not (saved and is_short and is_above):
             longer = f"a checkpoint, train.max_samples above {samples} and eval.target below {loss}"
             raise Refusal(f"{folder} holds a finished run; to train longer it needs {longer}; or {remedy}")
     return saved

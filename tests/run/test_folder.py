@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import MICRO
 from precision_ranks import SIZES
+from run_files import contents
 
 from flux_ref import checkpoint, config, config_file, files, folder, ranks
 from flux_ref.config import KEYS, Config
@@ -29,12 +30,6 @@ def cfg(tmp_path) -> Config:
     """A config whose run has a folder of its own."""
     own = f"--run.dir={tmp_path / 'run'}", "--checkpoint.every_samples=24", "--train.max_samples=48"
     return config_file.load(MICRO, own)
-
-
-def contents(place: Path) -> dict[str, bytes]:
-    """Every file below a folder, but locks."""
-    paths = (path for path in sorted(place.rglob("*")) if path.is_file() and path.suffix != ".lock")
-    return {str(path.relative_to(place)): path.read_bytes() for path in paths}
 
 
 def save(cfg: Config, step: int) -> None:
@@ -196,6 +191,7 @@ def test_a_run_is_extended_only_by_what_lets_it_train_on(cfg, world):
         ({}, 96, 0.5, False),
         ({}, 96, 0.4, True),
         ({"val_loss": None}, 96, 0.6, True),
+        ({"samples": "many"}, 96, 0.0, False),  # damaged
     ]
     for number, (end, most, target, goes_on) in enumerate(cases):
         own = config_file.replace(cfg, run__dir=f"{cfg.run.dir}_{number}")

@@ -1,5 +1,6 @@
 """Which step and rank are blamed for a loss or norm that is not finite, and when the host reads a logged step."""
 
+import errno
 import math
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import torch
 from run_files import lines
 
 from flux_ref import config_file, ranks
-from flux_ref.errors import Fault
+from flux_ref.errors import Fault, Refusal
 from flux_ref.run import reporter
 from flux_ref.run.forecast import duration
 from flux_ref.run.reporter import Reporter, blame
@@ -90,6 +91,16 @@ def test_a_bad_step_ends_the_run_when_it_is_read_also_if_it_was_not_logged(repor
         report.tick()
     with pytest.raises(Fault, match="loss is not finite in step 1"):
         report.require_healthy(health)
+
+
+def test_what_a_picture_raises_becomes_one_line_and_no_more_is_forgiven(reporting, capsys):
+    report, _ = reporting("cpu")
+    for error in (Refusal("no place; mend it"), OSError(errno.ENOSPC, "No space left on device", "loss.png")):
+        with report.spare("loss.png"):
+            raise error
+        assert capsys.readouterr().out == f"loss.png NOT drawn: {error}; the run goes on without\n"
+    with pytest.raises(ValueError), report.spare("loss.png"):
+        raise ValueError
 
 
 def test_durations_are_told_in_words():

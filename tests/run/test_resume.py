@@ -16,7 +16,7 @@ import torch
 from compliance import check
 from conftest import micro_run, require_identical, trained
 from killing import trained_on
-from run_files import column, event, events, flip, lines, newest, require_equal_runs, what_counts
+from run_files import column, contents, event, events, flip, lines, newest, require_equal_runs, what_counts
 
 from flux_ref import checkpoint
 from flux_ref.benchmark import closed
@@ -97,17 +97,11 @@ def test_missing_data_is_made_whole_on_first_use(two_ranks, shapes_dir):
 # Stopped by a signal, continued by the same command
 
 
-@pytest.fixture(scope="module")
-def stopped(shapes_dir, tmp_path_factory) -> tuple[Path, int, str]:
-    """The folder of a LONG run whose second rank got SIGUSR1 in the first evaluation; exit code and words."""
-    folder = tmp_path_factory.mktemp("stopped")
-    return folder, *killing.launch(folder, shapes_dir, plan="evaluation 96 SIGUSR1 self")
-
-
 @pytest.mark.slow
-def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(stopped, shapes_dir, two_ranks):
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(shapes_dir, two_ranks, tmp_path):
     """The evaluation is given up. The same command goes on, and ends bit for bit like a run that was not stopped."""
-    folder, code, said = stopped
+    folder = tmp_path
+    code, said = killing.launch(folder, shapes_dir, plan="evaluation 96 SIGUSR1 self")
     assert code != 0 and re.search(r"exitcode\s*:\s*138", said.rpartition("Root Cause")[2])
     assert "stopped by SIGUSR1 after step 8; the same command goes on from there" in said and "resume" not in said
     saved = newest(folder / "run").info
@@ -141,13 +135,6 @@ def test_2_then_1_then_3_ranks_train_like_2(shapes_dir, two_ranks, tmp_path, mon
 
 
 # Broken off anywhere, at one rank
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    """Every file of a run that an attempt which is refused leaves alone."""
-    changed = (".lock", "config.toml")
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in changed)
-    return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 def keep_lines(path: Path, count: float) -> None:
