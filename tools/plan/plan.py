@@ -14,7 +14,6 @@ from flux_ref.precision.layers import MULTIPLE
 from tools.plan import footprint, memory, step_time
 from tools.plan.hardware import Assumed
 from tools.plan.memory import Instant
-from tools.plan.public import System
 from tools.plan.reference_samples import samples_to_target
 from tools.plan.step_time import Machine, Times
 from tools.shared import flops
@@ -26,23 +25,16 @@ LARGEST = 4096  # micro-batch that is tried
 
 @dataclass
 class Plan:
-    """Everything that is printed: sizes in bytes, times in seconds. Times may be 1 + assumed.range times as long."""
+    """What a run takes: sizes in bytes, times in seconds. Times may be 1 + assumed.range times as long."""
 
-    config: str
-    gpu: str
-    gpus: int
+    machine: Machine
+    layout: Layout
     precision: str
     rows: int  # of a micro-batch
-    rank_rows: int
-    shards: int
-    replicas: int
     instant: Instant
     total: float  # on a card
-    card: float
-    fits: bool
     largest_rows: int
     dividing_rows: int
-    assumed: Assumed
     times: Times
     samples_per_s: float
     mfu: float
@@ -50,19 +42,24 @@ class Plan:
     samples: float
     evaluation: float
     evaluations: int
-    train: float
-    cost: float
     disk: float
     checkpoint: float
-    nearest: System | None = None  # among public systems
-    nearest_planned_s: float = 0.0  # the step that this method gives for it
+    train: float
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def card(self) -> float:
+        return self.machine.gpu.memory_gb * GB
 
-def make(cfg: Config, name: str, machine: Machine, price: float = 0.0) -> Plan:
-    """name: of the card. price: of a GPU for an hour. Raises: Refusal if the config does not fit the number of GPUs."""
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.card
+
+
+def make(cfg: Config, machine: Machine) -> Plan:
+    """Raises: Refusal if the config does not fit the number of GPUs."""
     config_file.validate_world(cfg, machine.gpus)
-    gpu, gpus, assumed = machine.gpu, machine.gpus, machine.assumed
+    gpu, gpus = machine.gpu, machine.gpus
     batch = cfg.train.global_batch
     rows = config.micro_batch(cfg, gpus)
     layout = footprint.layout(cfg, gpus, gpu.node)
@@ -75,25 +72,16 @@ def make(cfg: Config, name: str, machine: Machine, price: float = 0.0) -> Plan:
     samples = reference or cfg.train.max_samples
     every = schedule.steps_for(cfg.eval.every_samples, batch) * batch
     evaluations = ceil(samples / every) if count and every else 0
-    train = samples / batch * times.step + evaluations * evaluation
     largest, dividing = largest_rows(cfg, layout, machine)
-    total = needed(instant, assumed)
     plan = Plan(
-        config=cfg.name,
-        gpu=name,
-        gpus=gpus,
+        machine=machine,
+        layout=layout,
         precision=cfg.precision.preset if policy.narrowest(cfg) else cfg.parallel.dtype,
         rows=rows,
-        rank_rows=batch // gpus,
-        shards=layout.shards,
-        replicas=layout.replicas,
         instant=instant,
-        total=total,
-        card=gpu.memory_gb * GB,
-        fits=total <= gpu.memory_gb * GB,
+        total=needed(instant, machine.assumed),
         largest_rows=largest,
         dividing_rows=dividing,
-        assumed=assumed,
         times=times,
         samples_per_s=batch / times.step,
         mfu=flops.per_sample(cfg.model) * batch / times.step / gpus / (gpu.bf16_tflops * 1e12),
@@ -101,10 +89,9 @@ def make(cfg: Config, name: str, machine: Machine, price: float = 0.0) -> Plan:
         samples=samples,
         evaluation=evaluation,
         evaluations=evaluations,
-        train=train,
-        cost=price * gpus * train / 3600,
         disk=shards.layout(cfg.model).stride * ((cfg.data.train_count or TRAIN_SAMPLES) + count),
         checkpoint=bytes_per_parameter(cfg.optim) * layout.parameters,
+        train=samples / batch * times.step + evaluations * evaluation,
     )
     plan.warnings = warnings(cfg, plan, count)
     return plan
@@ -159,7 +146,7 @@ def warnings(cfg: Config, plan: Plan, count: int) -> list[str]:
         lines += [f"no benchmark result: {text}" for text in departures]
     if cfg.parallel.dtype == "fp32":
         lines.append("parallel.dtype=fp32: times are those of bf16; fp32 takes longer")
-    padding = -count % (plan.gpus * cfg.eval.batch)
+    padding = -count % (plan.machine.gpus * cfg.eval.batch)
     if padding:
         lines.append(f"validation: {padding:,} of {count + padding:,} rows are padding; eval.batch decides")
     return lines

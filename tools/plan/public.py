@@ -6,7 +6,6 @@ tensor-parallel or recomputes blocks, the time for these is added.
 """
 
 import csv
-import math
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -58,20 +57,6 @@ def known() -> list[System]:
     return [system for system in systems() if system.precision in PLANNED.values()]
 
 
-def nearest(name: str, arch: str, precision: str, gpus: int, rows: int) -> System | None:
-    """The system that is most like a plan with micro-batches of so many rows; None without one of its architecture.
-
-    A card counts more than a precision, and a precision more than numbers of cards and rows.
-    """
-
-    def distance(system: System) -> tuple:
-        sizes = abs(math.log(system.gpus / gpus)) + abs(math.log(system.micro_batch / rows))
-        return system.gpu != name, system.precision != precision, sizes
-
-    archs = {card: hardware.load(card)[0].arch for card in {system.gpu for system in known()}}
-    return min((system for system in known() if archs[system.gpu] == arch), key=distance, default=None)
-
-
 @dataclass(frozen=True)
 class Case:
     """What the planned step of a system depends on."""
@@ -85,7 +70,7 @@ class Case:
 
 @cache
 def case(system: System) -> Case:
-    gpu, assumed = hardware.load(system.gpu, precision=system.precision)
+    gpu, assumed = hardware.load(system.gpu, system.precision)
     cfg = config_file.replace(
         Config(name="public"),
         train__global_batch=system.global_batch,
