@@ -25,15 +25,15 @@ import json
 import sys
 from pathlib import Path
 
-from flux_ref import checkpoint, config_file, errors, files, loss_chart, ranks, sharding, weights
+from flux_ref import checkpoint, config_file, errors, files, folders, loss_chart, ranks, sharding, weights
 from flux_ref.alive import Timer
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
 from flux_ref.data import ValSet
 from flux_ref.errors import Options, Refusal, printable
 from flux_ref.evaluate import validation_loss
+from flux_ref.files import read_text
 from flux_ref.optim import EMA
-from flux_ref.pictures import drawing
 from flux_ref.ranks import World
 from flux_ref.run import compiler_folder, reporter
 from flux_ref.schedule import TIMESTEPS
@@ -61,6 +61,22 @@ def text(record: dict) -> str:
     return "\n".join(map(printable, lines))
 
 
+def utf8(prompt: str) -> str:
+    """A prompt as it was typed. A terminal in another encoding gives bytes that are no UTF-8."""
+    if prompt.encode(errors="ignore").decode() != prompt:
+        raise argparse.ArgumentTypeError(f"{prompt!r} is not UTF-8; give it in a file of --prompts")
+    return prompt
+
+
+def listed(path: str) -> list[str]:
+    """The lines of a file that hold text. Raises: Refusal."""
+    text = read_text(Path(path), "list of prompts")
+    lines = [line.strip() for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+    if not lines:
+        raise Refusal(f"--prompts={path} holds no prompt; write one on each line")
+    return lines
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """What the command line asks for; `overrides` are keys of the config. Raises: Refusal."""
     parser = Options("eval.py", __doc__, add_help=False)
@@ -69,7 +85,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--ema", action="store_true")
     parser.add_argument("--json", action="store_true")
-    drawing.add_options(parser)
+    parser.add_argument("--prompt", action="append", type=utf8, dest="prompts", default=[], metavar="TEXT")
+    parser.add_argument("--prompts", action="extend", type=listed, default=[], metavar="FILE")
+    parser.add_argument("--draw-only", action="store_true")
+    parser.add_argument("--t5", type=Path, metavar="DIR")
+    parser.add_argument("--clip", type=Path, metavar="DIR")
+    for name in ("vae", "steps", "guidance", "seed"):
+        form = f"--sample.{name}={{}}".format
+        parser.add_argument(f"--{name}", action="append", dest="overrides", type=form, default=[])
     path = [word for word in argv[:1] if not word.startswith("-")]
     options, rest = parser.parse_known_args(argv[len(path) :])
     path, rest = config_file.config_and_overrides([*path, *rest], default="runs/tiny")
@@ -141,7 +164,10 @@ def evaluate(cfg: Config, world: World, timer: Timer, paths: list[Path], options
             val_set = ValSet(cfg, world.rank, world.size, world.pin)
             val_set.open()
     draws = options.draw_only or options.prompts or cfg.sample.count
-    pictures = drawing.Drawing(cfg, world, options, val_set, timer.mark) if draws else None
+    pictures = None
+    if draws:
+        drawing = folders.module("pictures.drawing", "drawing")
+        pictures = drawing.Drawing(cfg, world, options, val_set, timer.mark)
     arithmetic = arithmetic_of(cfg)
     steps = Validator(sharding.build(cfg, world, None, arithmetic), cfg, world)
     records = []

@@ -20,6 +20,7 @@ from flux_ref import (
     config_file,
     errors,
     folder,
+    folders,
     graphs,
     ranks,
     schedule,
@@ -36,7 +37,6 @@ from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
 from flux_ref.errors import Interrupted
 from flux_ref.evaluate import validation_loss
-from flux_ref.pictures.drawing import Gallery
 from flux_ref.ranks import World
 from flux_ref.run import compiler_folder
 from flux_ref.run.reporter import Reporter
@@ -75,7 +75,8 @@ def main(argv: list[str]) -> int:
             report.say(line)
         gallery = None
         if cfg.sample.count:  # before the clock starts, since a wrong autoencoder is refused
-            gallery = Gallery(cfg, world, report, val_set if cfg.data.val else train_set, train_set)
+            drawing = folders.module("pictures.drawing", f"sample.count={cfg.sample.count}")
+            gallery = drawing.Gallery(cfg, world, report, val_set if cfg.data.val else train_set, train_set)
         if cfg.data.evict and shards.CAN_EVICT:
             train_set.shards.evict()
             val_set.shards.evict()

@@ -1,6 +1,6 @@
 """Folders that may be taken away. What they do is loaded where a key of the config asks for it.
 
-A run that asks for nothing of a folder needs no file of it.
+A run that asks for nothing of precision/ or pictures/ needs no file of it.
 """
 
 import importlib

@@ -13,7 +13,6 @@ from flux_ref import config, config_file, errors, ranks, shards, toy
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import Rows, TrainSet, ValSet
 from flux_ref.errors import Refusal
-from flux_ref.files import read_text
 from flux_ref.pictures import sheet
 from flux_ref.pictures.artist import Artist, stored_captions
 from flux_ref.pictures.encoders import KINDS, Encoders
@@ -63,34 +62,6 @@ class Gallery:
 
 
 # eval.py
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Prompts go to options.prompts, short forms of the config's keys to options.overrides."""
-    parser.add_argument("--prompt", action="append", type=_utf8, dest="prompts", default=[], metavar="TEXT")
-    parser.add_argument("--prompts", action="extend", type=_listed, default=[], metavar="FILE")
-    parser.add_argument("--draw-only", action="store_true")
-    parser.add_argument("--t5", type=Path, metavar="DIR")
-    parser.add_argument("--clip", type=Path, metavar="DIR")
-    for name in ("vae", "steps", "guidance", "seed"):
-        form = f"--sample.{name}={{}}".format
-        parser.add_argument(f"--{name}", action="append", dest="overrides", type=form, default=[])
-
-
-def _utf8(prompt: str) -> str:
-    """A prompt as it was typed. A terminal in another encoding gives bytes that are no UTF-8."""
-    if prompt.encode(errors="ignore").decode() != prompt:
-        raise argparse.ArgumentTypeError(f"{prompt!r} is not UTF-8; give it in a file of --prompts")
-    return prompt
-
-
-def _listed(path: str) -> list[str]:
-    """The lines of a file that hold text. Raises: Refusal."""
-    text = read_text(Path(path), "list of prompts")
-    lines = [line.strip() for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
-    if not lines:
-        raise Refusal(f"--prompts={path} holds no prompt; write one on each line")
-    return lines
 
 
 class Drawing:

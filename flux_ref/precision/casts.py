@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flux_ref.precision.formats import E4M3, Format, Scaling
 
+# The bits of an fp32 number, from the highest: sign, 8 of the exponent + 127, 23 of the mantissa.
 FP32_BIAS = 127
 FP32_MANTISSA = 23
-FP32_EXPONENT = 0xFF << 23  # its bits
 FP32_FRACTION = (1 << 23) - 1
 SCALE_NAN = 255  # the code of an E8M0 scale whose block holds a value that is not finite
 # numerics: a larger scale, of a nearly vanished gradient, overflows in some kernels.
@@ -49,18 +49,13 @@ def rounded(x: Tensor, form: Format, chance: Tensor | None = None) -> Tensor:
     in [0, 1) of the shape of x: a value in steps of the format becomes floor(value + chance). So it is rounded up with
     the probability of its distance from the value below.
     """
-    # All works in place. On a CPU new memory costs more than this arithmetic.
-    step = (x.view(torch.int32) & FP32_EXPONENT).view(torch.float32)  # 2**floor(log2 |x|)
-    step.clamp_(2.0 ** (1 - form.bias), 2.0**form.top).mul_(2.0**-form.mantissa)
-    if torch.compiler.is_compiling():  # numerics: 1 / step by its exponent. A compiled division may be inexact
-        steps = x * ((2 * FP32_BIAS << FP32_MANTISSA) - step.view(torch.int32)).view(torch.float32)
-    else:
-        steps = x / step  # exact, and faster on a CPU
+    exponent = exponent_of(x).clamp(1 - form.bias, form.top) - form.mantissa  # of the format's steps around x
+    steps = x * power_of_two(-exponent)
     if chance is None:
         steps.round_()
     else:
         steps.add_(chance).floor_()
-    steps.mul_(step).clamp_(-form.largest, form.largest)
+    steps.mul_(power_of_two(exponent)).clamp_(-form.largest, form.largest)
     return steps if form.has_negative_zero else steps.add_(0.0)  # numerics: turns a negative zero into zero
 
 

@@ -208,7 +208,7 @@ class Fp8Matmul(torch.autograd.Function):
         g8_MN, g8_NM = _codes(grads, grad_scale, kind, rule)
         w8_NK = kept_NK if weight_scale is None else cast(kept_NK, weight_scale, ctx.arith.forward)
         if rule:
-            w8_NK = _in_backward(w8_NK, grad_scale).t().contiguous().t()
+            w8_NK = _column_major(w8_NK, grad_scale)
         grad_x_MK = scaled_mm(g8_MN, w8_NK, grad_inverse, weight_inverse, rule, out_dtype=dtype)
         if ctx.grad_in_fp8:
             grad_w_NK = scaled_mm(g8_NM, kept[0].t(), grad_inverse, input_inverse, rule, out_dtype=dtype)
@@ -228,15 +228,16 @@ def _codes(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, row_times
     return codes_MN, torch.cat([part.t() for part in casts]) if row_times_column else codes_MN.t()
 
 
-def _in_backward(codes: Tensor, grad_scale: Tensor) -> Tensor:
-    """The same codes. To a compiler they seem to depend on the gradient: a scale is never below 0, so it adds 0.
+def _column_major(codes: Tensor, grad_scale: Tensor) -> Tensor:
+    """The same codes, column-major.
 
-    Otherwise it may transpose the codes in forward already, and keep the copy until backward.
+    A compiler moves work that needs no gradient into forward. The turned copy of every weight would then be kept until
+    backward. So to the compiler the copy depends on the gradient: it adds 1 where a scale is below 0, which none is.
     """
-    if not torch.compiler.is_compiling():
-        return codes
-    zero = (grad_scale < 0).to(torch.uint8)
-    return (codes.view(torch.uint8) + zero).view(codes.dtype)
+    if torch.compiler.is_compiling():
+        zero = (grad_scale < 0).to(torch.uint8)
+        codes = (codes.view(torch.uint8) + zero).view(codes.dtype)
+    return codes.t().contiguous().t()
 
 
 def scales_of(found: Tensor, dtype: torch.dtype, remembered: Remembered = NOTHING) -> tuple[Tensor, Tensor]:

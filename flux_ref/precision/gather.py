@@ -1,8 +1,10 @@
 """FSDP2 gathers the weights of FP8 linears as FP8 codes: half the bytes of bf16, and no rank casts a whole weight.
 
-FSDP2 asks a parameter's local shard for two hooks (`Gathered`). The first turns the shard into what is gathered. The
-second takes the gathered memory, which is kept as `linear.codes`, and gives FSDP2 a parameter in its place: a handle of
-the weight's shape, which holds only NaN and receives the weight's gradient. All handles share one memory.
+FSDP2 lets a parameter's local shard decide what is gathered, by two methods of the shard (`Gathered`):
+1. fsdp_pre_all_gather turns the shard into what this rank sends: codes.
+2. fsdp_post_all_gather gets the codes of all ranks and returns the tensor that stands for the weight in the net.
+The products read `linear.codes`, so nothing reads that tensor. It is a placeholder of the weight's shape, which
+receives the weight's gradient. It holds only NaN, so reading it by mistake shows. All placeholders share one memory.
 
 A weight has one scale, so the ranks must agree on its largest magnitude before they cast. They do so at each forward of
 the net, in one collective for all weights. So a changed weight never meets an old scale.
@@ -29,29 +31,29 @@ from flux_ref.precision.linear import PolicyLinear
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """FSDP2's hooks of one weight. FSDP2 reads their signatures.
+    """FSDP2's two methods for one weight. FSDP2 tells by the number of their arguments what to give them.
 
-    shard: this rank's rows, the very tensor that FSDP2 keeps. handle: memory of NaN. encode: `_encode`, or compiled.
+    shard: this rank's rows, the very tensor that FSDP2 keeps. placeholder: of NaN. encode: `_encode`, or compiled.
     """
 
     linear: PolicyLinear
     shard: Tensor
-    handle: Tensor
+    placeholder: Tensor
     encode: Callable[..., Tensor]
 
-    def before(self, mesh, size, stride, module, policy) -> tuple[tuple[Tensor], None]:
+    def fsdp_pre_all_gather(self, mesh, size, stride, module, policy) -> tuple[tuple[Tensor], None]:
         """What this rank gives: the codes of its rows. size: of the whole weight."""
         padding = -(-size[0] // mesh.size()) - len(self.shard)
         with torch.no_grad():  # in forward, too: a compiler would make another graph for this mode
             codes = self.encode(self.shard, self.linear.weight_scale, padding, self.linear.arith.forward)
         return (codes,), None
 
-    def after(self, outputs: tuple[Tensor], metadata, dtype, *, out: Tensor | None = None):
+    def fsdp_post_all_gather(self, outputs: tuple[Tensor], metadata, dtype, *, out: Tensor | None = None):
         """Keep the codes of all ranks. Later gathers fill the same memory, with `out` given: nothing is to do."""
         if out is None:
             linear = self.linear
             linear.codes = outputs[0].view(linear.arith.forward)[: linear.out_features]
-            return self.handle, ()
+            return self.placeholder, ()
         return None
 
 
@@ -66,15 +68,15 @@ def install(net: nn.Module, cfg: Config) -> None:
     mesh = linears[0].weight.device_mesh
     group = mesh.get_group(mesh.ndim - 1)
     largest = max(linear.weight.numel() for linear in linears)
-    handle = torch.full((largest,), math.nan, device=device, dtype=torch.bfloat16)
+    placeholder = torch.full((largest,), math.nan, device=device, dtype=torch.bfloat16)
     encode = torch.compile(_encode, fullgraph=True, dynamic=False) if cfg.parallel.compile else _encode
     for linear, shard in zip(linears, shards):
         # One tensor each: compiled graphs copy inputs that are not aligned.
         linear.weight_scale = torch.ones((), device=device)
         linear.weight_inverse = torch.ones((), device=device)
-        hooks = Gathered(linear, shard, handle, encode)
-        shard.fsdp_pre_all_gather = hooks.before
-        shard.fsdp_post_all_gather = hooks.after
+        hooks = Gathered(linear, shard, placeholder, encode)
+        shard.fsdp_pre_all_gather = hooks.fsdp_pre_all_gather
+        shard.fsdp_post_all_gather = hooks.fsdp_post_all_gather
     # FSDP2's own hook casts and gathers, so this one comes before it.
     net.register_forward_pre_hook(lambda *_: _agree(linears, shards, group), prepend=True)
 

@@ -95,8 +95,14 @@ class Precision(Arithmetic):
         net.register_forward_pre_hook(self._before_forward)
 
     def find(self, net: nn.Module, device: torch.device) -> None:
-        """Take the converted linears of a net: what they remember, and what their chances depend on."""
+        """Take the converted linears of a net."""
         self.linears = [module for module in net.modules() if isinstance(module, PolicyLinear)]
+        self._find_memories(device)
+        self._give_draws(device)
+        self.reset()
+
+    def _find_memories(self, device: torch.device) -> None:
+        """Where linears with delayed sides note magnitudes and read scales: for each its input, then its gradient."""
         owners = [one for one in self.linears if one.of_input is not None]
         memories = [memory for one in owners for memory in (one.of_input, one.of_grad)]
         self.amaxes = [memory.amax for memory in memories]
@@ -105,12 +111,14 @@ class Precision(Arithmetic):
         largest = [torch.finfo(dtype).max for one in owners for dtype in one.arith[:2]]
         self.largest = torch.tensor(largest, device=device)
         self.history = torch.zeros(len(memories), self.cfg.precision.history, device=device)
+
+    def _give_draws(self, device: torch.device) -> None:
+        """Tell each linear what its chances depend on. `begin` and forward write the step and the sample in place."""
         self.step, self.sample = torch.zeros(2, dtype=torch.int64, device=device).unbind()
         seed = torch.tensor(self.cfg.train.seed, device=device)
         names = [layer.name for layer in layers(self.cfg.model).values()]
         for one in self.linears:
             one.draws = Draws(seed, self.step, self.sample, torch.tensor(names.index(one.layer), device=device))
-        self.reset()
 
     def begin(self, step: int) -> None:
         """Works on the host, but for one number that it writes to the device."""

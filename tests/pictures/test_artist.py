@@ -10,6 +10,7 @@ from conftest import MICRO
 from PIL import Image
 from torch import Tensor, nn
 
+from eval import listed
 from flux_ref import config_file, latents, rng
 from flux_ref.pictures import artist, drawing, sheet
 
@@ -55,7 +56,7 @@ def test_steps_are_eulers_from_noise_with_guidance_away_from_the_empty_caption()
 def test_a_list_of_prompts_has_one_on_each_line_whatever_python_takes_for_the_end_of_a_line(tmp_path):
     lines = ["a\u2028b", "c\x0bd\x0c", "e\x85f\x1c", "", "g"]
     (tmp_path / "list").write_bytes("\r\n".join(lines).encode())
-    assert drawing._listed(str(tmp_path / "list")) == ["a\u2028b", "c\x0bd", "e\x85f", "g"]
+    assert listed(str(tmp_path / "list")) == ["a\u2028b", "c\x0bd", "e\x85f", "g"]
 
 
 def test_few_samples_are_looked_at_for_captions():

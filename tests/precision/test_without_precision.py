@@ -1,4 +1,4 @@
-"""The folder precision/ may be taken away: bf16 trains without it, and what asks for it is refused in one line."""
+"""Two folders may be taken away: bf16 trains without precision/ and pictures/, and what asks for one is refused."""
 
 import os
 import subprocess
@@ -6,10 +6,10 @@ import sys
 
 from conftest import ROOT, micro_run, the_line
 
-# Runs a script as if there were no folder.
+# Runs a script as if there were no such folders.
 BARE = """
 import runpy, sys
-sys.modules["flux_ref.precision"] = None
+sys.modules["flux_ref.precision"] = sys.modules["flux_ref.pictures"] = None
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -21,13 +21,13 @@ def bare(script: str, *args: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
 
 
-def test_bf16_trains_and_is_evaluated_without_the_folder_and_fp8_is_refused(shapes_dir, tmp_path):
-    run = micro_run(shapes_dir, tmp_path / "run", "--parallel.dtype=bf16", "--train.max_samples=24")
-    trained = bare("train.py", *run)
+def test_bf16_trains_and_is_evaluated_without_the_folders_and_what_asks_for_one_is_refused(shapes_dir, tmp_path):
+    plain = ("--parallel.dtype=bf16", "--train.max_samples=24", "--sample.count=0")
+    trained = bare("train.py", *micro_run(shapes_dir, tmp_path / "run", *plain))
     assert trained.returncode == 0, trained.stderr[-4000:]
     assert "compute bf16 in training and validation" in trained.stdout
     assert bare("eval.py", tmp_path / "run").returncode == 0
-    other = micro_run(shapes_dir, tmp_path / "other", "--parallel.dtype=bf16", "--precision.preset=fp8")
-    refused = bare("train.py", *other)
-    words = "precision.preset=fp8 needs the folder flux_ref/precision, which is not here"
-    assert refused.returncode == 2 and words in the_line(refused.stderr) and not (tmp_path / "other").exists()
+    for key, folder in (("precision.preset=fp8", "precision"), ("sample.count=1", "pictures")):
+        refused = bare("train.py", *micro_run(shapes_dir, tmp_path / "other", *plain, f"--{key}"))
+        words = f"{key} needs the folder flux_ref/{folder}, which is not here"
+        assert refused.returncode == 2 and words in the_line(refused.stderr) and not (tmp_path / "other").exists()
