@@ -25,7 +25,19 @@ import json
 import sys
 from pathlib import Path
 
-from flux_ref import checkpoint, config_file, errors, files, folders, loss_chart, ranks, sharding, weights
+from flux_ref import (
+    checkpoint,
+    compiler_folder,
+    config_file,
+    errors,
+    files,
+    folders,
+    loss_chart,
+    ranks,
+    report,
+    sharding,
+    weights,
+)
 from flux_ref.alive import Timer
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
@@ -35,7 +47,6 @@ from flux_ref.evaluate import validation_loss
 from flux_ref.files import read_text
 from flux_ref.optim import EMA
 from flux_ref.ranks import World
-from flux_ref.run import compiler_folder, reporter
 from flux_ref.schedule import TIMESTEPS
 from flux_ref.step_runner import Validator
 
@@ -181,7 +192,7 @@ def evaluate(cfg: Config, world: World, timer: Timer, paths: list[Path], options
         arithmetic.begin(samples // cfg.train.global_batch)  # computes as the run at that time
         if val_set and not options.draw_only:
             result = validation_loss(steps, val_set, samples, at=timer.mark)
-            record |= reporter.validation_record(result) | {"noise": cfg.eval.noise}
+            record |= report.validation_record(result) | {"noise": cfg.eval.noise}
         if pictures:
             folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path.cwd()
             record["pictures"] = pictures.draw(steps.net, folder, f"eval_{path.stem}{options.mark}", timer.mark)

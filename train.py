@@ -16,6 +16,7 @@ from pathlib import Path
 
 from flux_ref import (
     checkpoint,
+    compiler_folder,
     config,
     config_file,
     errors,
@@ -38,8 +39,7 @@ from flux_ref.data import TrainSet, ValSet
 from flux_ref.errors import Interrupted
 from flux_ref.evaluate import validation_loss
 from flux_ref.ranks import World
-from flux_ref.run import compiler_folder
-from flux_ref.run.reporter import Reporter
+from flux_ref.report import Reporter
 from flux_ref.saver import Saver, load
 from flux_ref.step_runner import State
 

@@ -17,7 +17,7 @@ from flux_ref.pictures import sheet
 from flux_ref.pictures.artist import Artist, stored_captions
 from flux_ref.pictures.encoders import KINDS, Encoders
 from flux_ref.ranks import World
-from flux_ref.run.reporter import Reporter
+from flux_ref.report import Reporter
 from flux_ref.step_runner import State
 
 

@@ -8,12 +8,11 @@ import rank_runs
 import torch
 from lively_nets import lively_net, plain_net
 
-from flux_ref import config, flow, ranks, rng, schedule, sharding, shards
+from flux_ref import config, flow, ranks, report, rng, schedule, sharding, shards
 from flux_ref.data import PADDING, ValSet, synthetic
 from flux_ref.errors import Fault
 from flux_ref.evaluate import summarise, validation_loss
 from flux_ref.ranks import World
-from flux_ref.run import reporter
 from flux_ref.step import validation_step
 from flux_ref.step_runner import Validator
 
@@ -111,7 +110,7 @@ def test_rows_of_padding_add_nothing(alone, micro):
 def test_a_single_sample_per_timestep_has_no_error_and_what_has_no_mean_is_a_fault():
     found = summarise([[1.0] * 8, [3.0] * 8, [9.0] * 8], 36)
     assert (found.loss, found.count) == (3.0, 8) and math.isnan(found.stderr) and all(map(math.isnan, found.stderrs))
-    record = reporter.validation_record(found)
+    record = report.validation_record(found)
     assert record["stderr"] is None and record["stderr_per_timestep"] == [None] * 8, "JSON has no NaN"
     for sums, words in (
         ([[2.0] * 6 + [0.0, 2.0]] * 3, "no sample with timestep 6"),

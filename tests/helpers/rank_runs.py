@@ -30,7 +30,7 @@ from flux_ref.evaluate import validation_loss
 from flux_ref.model import Flux
 from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
-from flux_ref.run.reporter import Reporter
+from flux_ref.report import Reporter
 from flux_ref.step import Health, train_step
 from flux_ref.step_runner import State, StepRunner, Validator
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from conftest import ROOT
 
-APART = ("run",)  # folders of flux_ref that the core does not import
 TAKEN_AWAY = ("precision", "pictures", "benchmark")  # folders of flux_ref that scripts hand in
 SHARED = "tools.shared"  # what several commands use
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 400
@@ -70,7 +69,7 @@ def forbidden(module: str, other: str) -> bool:
         return not module.startswith("tools.")
     if room(other) in TAKEN_AWAY:  # train.py and tools hand it in
         return room(module) != room(other) and not module.startswith("tools.")
-    return room(module) == "" and room(other) in APART
+    return False
 
 
 def long_functions(tree: ast.AST, limit: int) -> list[str]:

@@ -5,8 +5,7 @@ import stat
 import tempfile
 from contextlib import ExitStack
 
-from flux_ref import config, ranks
-from flux_ref.run import compiler_folder
+from flux_ref import compiler_folder, config, ranks
 
 
 def test_a_start_has_a_folder_of_its_own_which_ends_with_it(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from flux_ref.run.environment import commit
+from flux_ref.environment import commit
 
 ME = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
 

@@ -21,9 +21,9 @@ from conftest import called, micro_run
 from run_files import column, event, events, require_equal_runs, saved_steps
 
 from flux_ref import files, loss_chart
+from flux_ref import report as report_module
 from flux_ref.alive import Alive
 from flux_ref.pictures import sheet
-from flux_ref.run import reporter
 
 SHORT = (  # 6 steps, evaluations after 3 and 6, a checkpoint after every second
     *("--train.max_samples=72", "--eval.every_samples=36", "--checkpoint.every_samples=24", "--checkpoint.keep=99"),
@@ -93,11 +93,11 @@ def remove(folder: Path) -> None:
 # Files that cannot be written
 
 ESSENTIAL = {  # file: how often it is written before the disk is full, where, exit code
-    "metrics.jsonl": (3, reporter, "append", 3),
-    "eval.jsonl": (1, reporter, "append", 3),
+    "metrics.jsonl": (3, report_module, "append", 3),
+    "eval.jsonl": (1, report_module, "append", 3),
     "result_0.txt": (62, files, "append", 3),
-    "outcome.json": (0, reporter, "write_whole", 3),
-    "environment.json": (0, reporter, "write_whole", 2),
+    "outcome.json": (0, report_module, "write_whole", 3),
+    "environment.json": (0, report_module, "write_whole", 2),
 }
 
 

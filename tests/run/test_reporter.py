@@ -9,10 +9,10 @@ import torch
 from run_files import lines
 
 from flux_ref import config_file, ranks
+from flux_ref import report as report_module
 from flux_ref.errors import Fault, Refusal
-from flux_ref.run import reporter
-from flux_ref.run.forecast import duration
-from flux_ref.run.reporter import Reporter, blame
+from flux_ref.forecast import duration
+from flux_ref.report import Reporter, blame
 from flux_ref.step import NEVER, Health
 
 
@@ -32,7 +32,7 @@ def test_what_went_first_is_blamed(micro):
 def reporting(micro, tmp_path, monkeypatch):
     """reporting(kind): a Reporter on a kind of device, and a list of what it reads."""
     world = ranks.start(micro.parallel)
-    monkeypatch.setattr(reporter, "peak_memory_gb", lambda device: 1.0)
+    monkeypatch.setattr(report_module, "peak_memory_gb", lambda device: 1.0)
     read: list[str] = []
     made: list[Reporter] = []
 

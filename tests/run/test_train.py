@@ -17,9 +17,9 @@ from run_files import column, event, events, lines
 from flux_ref import config, config_file, schedule, shards, toy
 from flux_ref.errors import Refusal
 from flux_ref.files import PARTIAL
+from flux_ref.forecast import forecast
 from flux_ref.model import parameter_table
 from flux_ref.pictures import artist
-from flux_ref.run.forecast import forecast
 
 FILES = [
     *("checkpoints", "config.toml", "environment.json", "eval.jsonl", "loss.png"),

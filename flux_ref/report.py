@@ -21,16 +21,16 @@ from flux_ref.attention import attention_kernel
 from flux_ref.board import Board
 from flux_ref.config import Config
 from flux_ref.data import rank_slice
+from flux_ref.environment import environment, peak_memory_gb
 from flux_ref.errors import Fault, Refusal, printable
 from flux_ref.evaluate import Validation
 from flux_ref.files import append, is_number, records, write_records, write_whole
 from flux_ref.folder import ENDED, REACHED
+from flux_ref.forecast import forecast
 from flux_ref.model import parameter_table
 from flux_ref.optim import bytes_per_parameter
 from flux_ref.progress import progress
 from flux_ref.ranks import World
-from flux_ref.run.environment import environment, peak_memory_gb
-from flux_ref.run.forecast import forecast
 from flux_ref.step import NEVER, Health
 from flux_ref.step_runner import State
 
