@@ -161,7 +161,7 @@ def recorder(folder: Path, plan: str = "") -> dict[tuple[object, str], Callable]
     """Stand-ins for functions of a run that write down what is trained on and send the planned signal."""
     place, at, name, victim = (plan or "never 0 SIGTERM self").split()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    train_step, validation_loss = StepRunner.train, train.validation_loss
+    train_step, validation_loss = StepRunner.step, train.validation_loss
 
     def strike() -> None:
         if rank == size - 1:
@@ -183,7 +183,7 @@ def recorder(folder: Path, plan: str = "") -> dict[tuple[object, str], Callable]
             strike()
         return validation_loss(steps, val, samples, *args)
 
-    return {(StepRunner, "train"): recorded_step, (train, "validation_loss"): struck_loss}
+    return {(StepRunner, "step"): recorded_step, (train, "validation_loss"): struck_loss}
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> Iterable[list[torch.Tensor]]:
