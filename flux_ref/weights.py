@@ -125,8 +125,9 @@ def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Sourc
         raise Refusal(f"weights {path} hold {dev} of FLUX.1-dev, which is not supported; use FLUX.1-schnell's")
     info = metadata if metadata.get("trained_by") == TRAINER else {}  # others write anything there
     for key in COUNTS:
-        if not info.get(key, "0").isdecimal():
-            raise Refusal(f"weights {path}: its metadata say {key}={info[key]!r}, which is no count; export them again")
+        count = info.get(key, "0")
+        if not (count.isascii() and count.isdecimal() and len(count) <= 15):  # 2**53 samples have 16 digits
+            raise Refusal(f"weights {path}: its metadata say {key}={count!r}, which is no count; export them again")
     kind, table = "BFL", parameter_table(model)
     parts = whole_parts(table)
     if any("transformer_blocks." in name for name in shapes):  # each of diffusers' files has some

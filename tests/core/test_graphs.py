@@ -348,7 +348,7 @@ def test_a_run_by_graphs_is_the_eager_run(eager, leaving, tmp_path, shapes_dir, 
     assert "  steps   captured\n" in capsys.readouterr().out
     assert filled[PROOF:] == ["fill"] * 5 and rates == pytest.approx([0, 0, 1e-3, 2e-3, 2e-3, 2e-3, 2e-3])
     assert log.count("replay train") == PROOF + 5 and log.count("replay validate") == 1 + 2
-    assert log[-7:] == [*DROPPING, "barrier", "stop"] and log.count("reset") == 2
+    assert log[-8:-1] == [*DROPPING, "barrier", "stop"] and log.count("reset") == 2
     require_equal_runs(tmp_path / "captured", eager)
 
 

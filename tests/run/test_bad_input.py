@@ -55,7 +55,7 @@ REQUESTS = {
     "--optim.lr 1e-4": ["--optim.lr 1e-4: ", "write --optim.lr=1e-4"],
     "--eval.batch=8 1e-4": ["'1e-4' is no option"],
     "--data.train=": ["data folder"],
-    "--train.micro_batch=5": ["train.global_batch=12", "train.micro_batch=5", "use 10 or 15"],
+    "--train.micro_batch=5": ["train.global_batch=12", "train.micro_batch=5", "use a multiple of 5"],
     "--parallel.replicate=2": ["parallel.replicate=2", "1 rank"],
     "--data.val=/no/such/folder": ["/no/such/folder", "does not exist", "data.val"],
     "--data.val=/no/such\nfolder": ["/no/such", "folder", "does not exist"],
@@ -156,7 +156,7 @@ def test_eval_of_a_damaged_run_or_with_an_override_that_does_not_fit_is_refused(
     copy = Path(shutil.copytree(finished, tmp_path / "run"))
     saved = copy / "checkpoints" / "step_000000005"
     truncate(saved / "rank_00000_000.safetensors", 9)
-    cases = [((copy,), [f"{saved}/rank_00000_000.safetensors", "has not the"])]
+    cases = [((copy,), [f"{saved}/rank_00000_000.safetensors", "is missing or damaged"])]
     cases.append(((finished, "--model.double_blocks=3"), ["missing", "double_blocks.2."]))
     cases.append(((finished, "--eval.bacth=3"), ["eval.batch"]))
     for argv, words in cases:
@@ -256,7 +256,12 @@ def met_by(rank: int, step: int = 1) -> int:
 
 
 ON_TWO_RANKS = {
-    "batch": (2, "--train.global_batch=13", lambda d: None, ["train.global_batch=13", "2 ranks", "use 12 or 14"]),
+    "batch": (
+        2,
+        "--train.global_batch=13",
+        lambda d: None,
+        ["train.global_batch=13", "2 ranks", "use a multiple of 2"],
+    ),
     "no folder": (2, "--data.train=/no/such/folder/train", lambda d: None, ["/no/such/folder"]),
     "NaN": (3, "--run.hang_s=60", lambda d: put_nan(d, "train", met_by(1)), ["rank 1", f"{met_by(1):08d}", "NaN"]),
 }
