@@ -122,7 +122,7 @@ def in_words(error: BaseException) -> Stop | None:
     if isinstance(error, KeyboardInterrupt):
         return Interrupted(signal.SIGINT)
     if isinstance(error, OSError):
-        return (Fault if error.errno in BROKEN_DISK else Refusal)(told(error), alone=True)
+        return (Fault if error.errno in (*BROKEN_DISK, errno.EROFS) else Refusal)(told(error), alone=True)
     if isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", str(error)):
         remedy = "free memory, or lower train.micro_batch, eval.batch or sample.count"
         return Fault(f"out of memory: {text}; {remedy}", alone=True)

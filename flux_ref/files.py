@@ -176,12 +176,13 @@ def lock(path: Path, what: str, remedy: str, wait_s: float = 0.0) -> Iterator[st
         try:
             yield ""
         finally:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk that is read-only now; the file locks nobody out
+                path.unlink()
 
 
 def _taken(path: Path) -> BinaryIO | None:
     """The locked file; None if another process has it. Raises: OSError where there are no locks."""
-    file = path.open("ab")
+    file = open(os.open(path, os.O_RDONLY | os.O_CREAT, 0o666), "rb")  # open for writing, it would hold a disk busy
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else the last holder has just removed it

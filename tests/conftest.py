@@ -20,6 +20,7 @@ from flux_ref.errors import Refusal
 
 # A job in the background begins with Ctrl-C ignored, and all that the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 # Several threads may round a sum otherwise than the one thread of a rank under torchrun.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
@@ -165,7 +166,7 @@ def attempt(capsys) -> Callable:
         capsys.readouterr()
         code = called(name, *argv)
         out, err = capsys.readouterr()
-        assert "Traceback" not in err
+        assert "Traceback" not in err, err
         return code, out, the_line(err, name) if code else ""
 
     return run

@@ -20,21 +20,28 @@ CLOCK_DRIFT = 5e-4  # and seconds for each second of the run, as NTP slews clock
 
 
 class LogFile(logging.Handler):
-    """Keeps lines until it is known where they go, then appends each to its file. An OSError reaches who logs."""
+    """Keeps lines until it is known where they go, then appends each to its file.
+
+    error: the first OSError. mlperf-logging swallows what a handler raises, so BenchmarkLog raises the error.
+    """
 
     def __init__(self):
         super().__init__()
         self.is_placed = False
         self.path: Path | None = None
         self.kept: list[str] = []
+        self.error: OSError | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         self.kept.append(self.format(record) + "\n")
         if self.is_placed:
             text = "".join(self.kept)
             self.kept.clear()
-            if self.path:
-                files.append(self.path, text)
+            try:
+                if self.path and not self.error:  # after a gap nothing follows
+                    files.append(self.path, text)
+            except OSError as error:
+                self.error = error
 
 
 class BenchmarkLog:
@@ -54,10 +61,17 @@ class BenchmarkLog:
         """Write the lines so far with the next one, and from then on each line as it comes. None: nowhere."""
         self.file.path = path
         self.file.is_placed = True
+        self._require_written()
+
+    def _require_written(self) -> None:
+        """Raises: OSError if a line could not be written. A log with a gap must end the run."""
+        if self.file.error:
+            raise self.file.error
 
     def text(self, line: str) -> None:
         """Add a line of the run's output. spec: result files hold the whole framework log."""
         self.logger.info(line)
+        self._require_written()
 
     def cache_clear(self) -> None:
         self.mllogger.event(constants.CACHE_CLEAR, True)
@@ -81,12 +95,14 @@ class BenchmarkLog:
         self.clock_s = time.time() - steady_s()
         self.began_s = steady_s()
         self.mllogger.start(constants.RUN_START)
+        self._require_written()
 
     def block_start(self, samples: int) -> None:
         """Training goes on. Starts a block unless one has begun; the next evaluation ends the block."""
         if not self.in_block:
             self.in_block = True
             self.mllogger.start(constants.BLOCK_START, metadata={"samples_count": samples})
+        self._require_written()
 
     def eval_start(self, samples: int) -> None:
         """samples: training samples so far."""
@@ -94,18 +110,21 @@ class BenchmarkLog:
             self.mllogger.end(constants.BLOCK_STOP, metadata={"samples_count": samples})
             self.in_block = False
         self.mllogger.start(constants.EVAL_START, metadata={"samples_count": samples})
+        self._require_written()
 
     def eval_stop(self, samples: int, loss: float) -> None:
         """loss: the validation loss after this number of training samples."""
         for key in self.loss_keys:
             self.mllogger.event(key, loss, metadata={"samples_count": samples})
         self.mllogger.end(constants.EVAL_STOP, metadata={"samples_count": samples})
+        self._require_written()
 
     def disqualify(self, why: str) -> None:
         """Log why this run's time is no benchmark result. The same words again do nothing."""
         if why not in self.flaws:
             self.flaws.append(why)
             self.mllogger.event("disqualified", why)
+        self._require_written()
 
     @property
     def flaw(self) -> str:
@@ -123,6 +142,7 @@ class BenchmarkLog:
             reason += f"; {self.rehearsal}"
         status = constants.SUCCESS if success and not self.flaws else constants.ABORTED
         self.mllogger.end(constants.RUN_STOP, metadata={"status": status, "samples_count": samples, "reason": reason})
+        self._require_written()
 
 
 def steady_s() -> float:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -95,9 +96,8 @@ def remove(folder: Path) -> None:
 ESSENTIAL = {  # file: how often it is written before the disk is full, where, exit code
     "metrics.jsonl": (3, report_module, "append", 3),
     "eval.jsonl": (1, report_module, "append", 3),
-    "result_0.txt": (62, files, "append", 3),
+    "result_0.txt": (6, files, "append", 3),
     "outcome.json": (0, report_module, "write_whole", 3),
-    "environment.json": (0, report_module, "write_whole", 2),
 }
 
 
@@ -167,7 +167,10 @@ def fill(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_or_becomes_read_only_ends_the_run_which_goes_on_later(disk, trains, calm, strikes):
+def test_a_disk_that_fills_up_or_becomes_read_only_ends_the_run_which_goes_on_later(
+    disk, trains, calm, strikes, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # its open file would forbid the mount
     folder, own = disk(), ("--checkpoint.keep=1", "--sample.count=0")
     for name, spoil, mend, words in (
         ("full", partial(fill, folder), (folder / "filler").unlink, "No space left on device|GB free"),
