@@ -27,7 +27,6 @@ from pathlib import Path
 
 from flux_ref import (
     checkpoint,
-    compiler_folder,
     config_file,
     errors,
     files,
@@ -42,6 +41,7 @@ from flux_ref.alive import Timer
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
 from flux_ref.data import ValSet
+from flux_ref.environment import choose_compiler_folder
 from flux_ref.errors import Options, Refusal, printable
 from flux_ref.evaluate import validation_loss
 from flux_ref.files import read_text
@@ -134,7 +134,7 @@ def main(argv: list[str]) -> int:
         # Training may save and delete checkpoints while ranks look.
         paths = [Path(path) for path in ranks.gather_objects([*map(str, paths)])[0]]
         if cfg.parallel.compile:
-            compiler_folder.choose(cfg, world, stack)
+            choose_compiler_folder(cfg, world, stack)
         records = evaluate(cfg, world, timer, paths, options)
     ranks.stop()
     if world.rank > 0:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from flux_ref import (
     checkpoint,
-    compiler_folder,
     config,
     config_file,
     errors,
@@ -36,6 +35,7 @@ from flux_ref.benchmark import closed, convergence
 from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
+from flux_ref.environment import choose_compiler_folder
 from flux_ref.errors import Interrupted
 from flux_ref.evaluate import validation_loss
 from flux_ref.ranks import World
@@ -66,12 +66,12 @@ def main(argv: list[str]) -> int:
         counts = len(train_set.shards), len(val_set.shards)
         sizes = {"train_samples": counts[0], "val_samples": counts[1]}
         if cfg.parallel.compile:
-            compiler_folder.choose(cfg, world, stack)
+            choose_compiler_folder(cfg, world, stack)
         start = stack.enter_context(folder.held(cfg, world, sizes))
         log = BenchmarkLog()
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log.text)))
-        report.introduce(*counts, start.unlocked)
-        for line in closed.warnings(cfg, *counts):
+        report.introduce(*counts)
+        for line in (*filter(None, [start.unlocked]), *closed.warnings(cfg, *counts)):
             report.say(line)
         gallery = None
         if cfg.sample.count:  # before the clock starts, since a wrong autoencoder is refused
@@ -120,7 +120,7 @@ def main(argv: list[str]) -> int:
                 val_set.open()
             feed = stack.enter_context(contextlib.closing(train_set.feed(state.samples)))
             steps.health.restart(state.step)
-            report.begin(state.samples, steps.warm_s)
+            report.begin(state.samples, counts[1], steps.warm_s)
             while True:
                 if preset := arithmetic.switched(state.step):
                     report.say(f"samples {state.samples:>10,}  precision switches to {preset}")

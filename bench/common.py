@@ -17,9 +17,9 @@ from statistics import median
 
 import torch
 
-from flux_ref import compiler_folder, config, config_file, graphs, ranks
+from flux_ref import config, config_file, graphs, ranks
 from flux_ref.config import Config
-from flux_ref.environment import commit, device_name
+from flux_ref.environment import choose_compiler_folder, commit, device_name
 from flux_ref.errors import Options, between
 from flux_ref.model import parameter_table
 from flux_ref.precision.fp8 import architecture
@@ -66,7 +66,7 @@ def run(name: str, argv: list[str], parse: Callable, measure: Callable[[Config, 
     cfg = config_file.load(args.config, overrides)
     world = ranks.start(cfg.parallel)
     with ExitStack() as stack:
-        compiler_folder.choose(cfg, world, stack)
+        choose_compiler_folder(cfg, world, stack)
         report = head(name, argv, world.device) if world.rank == 0 else {}  # git is asked once, not on every rank
         report |= {
             "arch": architecture(world.device),

@@ -1,13 +1,19 @@
-"""What a run runs on: device, versions, commit."""
+"""What a run runs on: device, versions, commit; and the folder of its compiler."""
 
+import os
 import platform
 import resource
 import subprocess
 import sys
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
+from flux_ref import ranks
+from flux_ref.attention import attention_kernel
+from flux_ref.config import Config
 from flux_ref.ranks import World
 
 
@@ -50,3 +56,25 @@ def peak_memory_gb(device: torch.device) -> float:
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
     return torch.get_device_module(device).max_memory_allocated(device) / 1e9
+
+
+def choose_compiler_folder(cfg: Config, world: World, stack: ExitStack) -> None:
+    """Give torch's compiler a folder of this start, for all ranks of a node. Collective. Raises: Refusal.
+
+    By itself torch takes the pickles and the code that lie in /tmp/torchinductor_USER; another user may have made it.
+    The own folder is removed when the stack ends; TORCHINDUCTOR_CACHE_DIR=DIR keeps the code in DIR for later starts.
+    Call this before a net is built: torch then imports its compiler, which looks for the folder.
+    """
+    leader = world.nodes.index(world.nodes[world.rank])  # the first rank of this node
+    own = ""
+    with ranks.agreed():
+        if world.rank == leader:
+            folder = tempfile.TemporaryDirectory(prefix="flux_ref_compiled_", ignore_cleanup_errors=True)
+            own = stack.enter_context(folder)  # its mode is 0700
+    own = ranks.gather_objects(own)[leader]
+    kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or own
+    # torch finds a graph again by the code of the net, which does not tell the kernel of attention.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{kept}/{attention_kernel(cfg, world.device).replace(' ', '_')}"
+    # torch keeps some files below the temporary folder, whatever TORCHINDUCTOR_CACHE_DIR says.
+    os.environ["TMPDIR"] = own
+    tempfile.tempdir = own

@@ -1,5 +1,6 @@
 """What the tests share: a micro model, a data set for it, and ways to start train.py and eval.py."""
 
+import contextlib
 import fcntl
 import importlib
 import os
@@ -8,8 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -143,9 +146,18 @@ def micro_run(data: Path, run: Path, *overrides: object) -> list[str]:
     return [str(MICRO), *data_overrides(data), f"--run.dir={run}", *map(str, overrides)]
 
 
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """What a process sets for itself, such as the folder of its compiler, ends with this block."""
+    with mock.patch.dict(os.environ), mock.patch.object(tempfile, "tempdir", tempfile.tempdir):
+        yield
+
+
 def called(name: str, *argv: object) -> int:
     """The exit code of train.py or eval.py, run inside this process to save the start of torch."""
-    code = errors.run(name, importlib.import_module(name.removesuffix(".py")).main, [str(arg) for arg in argv])
+    main = importlib.import_module(name.removesuffix(".py")).main
+    with own_settings():
+        code = errors.run(name, main, [str(arg) for arg in argv])
     ranks.stop()  # a refusal leaves the group to the end of the process
     return code
 

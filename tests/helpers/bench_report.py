@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from conftest import MICRO
+from conftest import MICRO, own_settings
 
 from flux_ref import ranks
 
@@ -13,7 +13,8 @@ def report_of(module, folder: Path, *options: object) -> dict:
     """Run a benchmark on the micro model in this process; the report is FOLDER/new/report.json."""
     path = folder / "new" / "report.json"
     try:
-        assert module.main(["--config", str(MICRO), f"--json={path}", *map(str, options)]) == 0
+        with own_settings():
+            assert module.main(["--config", str(MICRO), f"--json={path}", *map(str, options)]) == 0
     finally:
         ranks.stop()
         torch.compiler.set_stance("default")

@@ -207,7 +207,7 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     folder.mkdir(exist_ok=True)
     cfg = config_file.replace(cfg, run__dir=str(folder))
     reporter = Reporter(cfg, world, BenchmarkLog().text)
-    reporter.begin(0, warm_s=0.0)
+    reporter.begin(0, 0, warm_s=0.0)
     net = lively_net(cfg, world)
     state = State.of(net, cfg, world)
     train_set, _ = open_sets(cfg, world)

@@ -124,7 +124,7 @@ def test_a_picture_that_cannot_be_written_ends_no_run(trains, calm, tmp_path, mo
         stand_in = refuse("loss.png" if module is loss_chart else "000000072.png", files.whole, times=9)
         monkeypatch.setattr(module, "whole", stand_in)
     code, out, _ = trains(tmp_path / "run")
-    assert code == 0 and out.count("loss.png NOT drawn: [Errno 28] No space left on device") == 2
+    assert code == 0 and out.count("loss.png NOT drawn: [Errno 28] No space left on device") == 3
     assert out.count("000000072.png NOT drawn: [Errno 28]") == 1
     require_equal_runs(tmp_path / "run", calm)
     assert not [path for path in (tmp_path / "run").rglob("*") if "png" in path.name]

@@ -1,37 +1,45 @@
-"""Which step and rank are blamed for a loss or norm that is not finite, and when the host reads a logged step."""
+"""What a run records: who is blamed, when the host reads a logged step, TensorBoard, the bar and the forecast."""
 
 import errno
 import math
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from conftest import ROOT, called, micro_run, refusal
+from PIL import Image
 from run_files import lines
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flux_ref import config_file, ranks
 from flux_ref import report as report_module
+from flux_ref.alive import Alive
 from flux_ref.errors import Fault, Refusal
-from flux_ref.forecast import duration
-from flux_ref.report import Reporter, blame
+from flux_ref.progress import duration, forecast
+from flux_ref.report import Reporter, require_finite
 from flux_ref.step import NEVER, Health
 
 
 def test_what_went_first_is_blamed(micro):
     """By (first bad loss, first bad norm) of each rank."""
-
-    def complaint(*flags: tuple[int, int]) -> str | None:
-        return blame(list(flags), micro)
-
-    assert complaint((NEVER, NEVER), (NEVER, NEVER)) is None
-    assert "gradient norm is not finite in step 5" in complaint((5, 4), (5, 4))  # losses follow
-    assert "loss is not finite in step 5 on rank 1's data (positions 54 to 59" in complaint((5, 4), (4, 4))
-    assert "in step 3 on rank 0's data" in complaint((2, 3), (3, 3))
+    require_finite([(NEVER, NEVER), (NEVER, NEVER)], micro)
+    for flags, words in (
+        ([(5, 4), (5, 4)], "gradient norm is not finite in step 5"),  # losses follow
+        ([(5, 4), (4, 4)], "loss is not finite in step 5 on rank 1's data (positions 54 to 59"),
+        ([(2, 3), (3, 3)], "in step 3 on rank 0's data"),
+        ([(NEVER, NEVER), (2, NEVER)], "in step 3 on rank 1's data"),
+    ):
+        assert words in refusal(require_finite, flags, micro, kind=Fault)
 
 
 @pytest.fixture
 def reporting(micro, tmp_path, monkeypatch):
     """reporting(kind): a Reporter on a kind of device, and a list of what it reads."""
-    world = ranks.start(micro.parallel)
+    ranks.start(micro.parallel)
     monkeypatch.setattr(report_module, "peak_memory_gb", lambda device: 1.0)
     read: list[str] = []
     made: list[Reporter] = []
@@ -44,19 +52,18 @@ def reporting(micro, tmp_path, monkeypatch):
         cfg = config_file.replace(micro, run__dir=str(folder))
         own = SimpleNamespace(rank=0, size=1, device=SimpleNamespace(type=kind), nodes=["one"])
         made.append(Reporter(cfg, own, lambda line: None))
-        made[-1].begin(0, warm_s=0.0)
+        made[-1].begin(0, 0, warm_s=0.0)
         return made[-1], read
 
     yield make
     for report in made:
         report.close()
-    assert world.size == 1
     ranks.stop()
 
 
-def step(report: Reporter, number: int, health: Health, loss: float = 1.0) -> None:
+def step(report: Reporter, number: int, health: Health) -> None:
     """The report of a made-up step, whose values the next step overwrites."""
-    value = torch.tensor(loss * number)
+    value = torch.tensor(float(number))
     state = SimpleNamespace(step=number, samples=12 * number, opt=SimpleNamespace(lr=value.clone()))
     report.step(state, value, value.clone(), health, 0.0)
     value.fill_(99.0)
@@ -72,14 +79,11 @@ def test_a_logged_step_is_read_after_the_next_launch_or_at_once_before_an_evalua
         report.tick()
         counts.append(len(read))
     assert counts == [0, 1, 1, 2, 3, 3]
+    figures = ("step", "loss", "grad_norm", "lr")
+    assert [[record[key] for key in figures] for record in lines(report.folder)] == [[n] * 4 for n in range(1, 4)]
     report, read = reporting("cpu")
     step(report, 1, health)
     assert lines(report.folder)[0]["loss"] == 1.0
-    values = [
-        (record["step"], record["loss"], record["grad_norm"], record["lr"])
-        for record in lines(report.folder.parent / "gpu")
-    ]
-    assert values == [(number,) * 4 for number in range(1, 4)]
 
 
 def test_a_bad_step_ends_the_run_when_it_is_read_also_if_it_was_not_logged(reporting):
@@ -87,10 +91,8 @@ def test_a_bad_step_ends_the_run_when_it_is_read_also_if_it_was_not_logged(repor
     health = Health(torch.device("cpu"))
     health.update(torch.tensor(math.nan), torch.tensor(1.0))
     step(report, 1, health)
-    with pytest.raises(Fault, match="loss is not finite in step 1"):
-        report.tick()
-    with pytest.raises(Fault, match="loss is not finite in step 1"):
-        report.require_healthy(health)
+    for read in (report.tick, lambda: report.require_healthy(health)):
+        assert "loss is not finite in step 1" in refusal(read, kind=Fault)
 
 
 def test_what_a_picture_raises_becomes_one_line_and_no_more_is_forgiven(reporting, capsys):
@@ -103,6 +105,57 @@ def test_what_a_picture_raises_becomes_one_line_and_no_more_is_forgiven(reportin
         raise ValueError
 
 
-def test_durations_are_told_in_words():
+def test_how_long_a_run_takes_is_told_in_words(micro):
+    """A step on 6 rows of a rank and a validation batch of 8 took 26 s: 18 s and 8 s, if a step is three forwards."""
     told = ["0 s", "99 s", "2 min", "83 min", "3 h 05 min"]
     assert [duration(seconds) for seconds in (0.4, 99, 130, 5000, 11_100)] == told
+    for values, want in (
+        ({}, "about 2 min to train.max_samples: 4 steps of 18.00 s and 2 evaluations of 24.0 s, as measured"),
+        ({"eval__every_samples": 12, "train__max_samples": 50}, " 4 steps of 18.00 s and 5 evaluations of"),
+        ({"data__val": ""}, " 4 steps of 18.00 s and 0 evaluations of"),
+    ):
+        assert want in forecast(config_file.replace(micro, **values), ranks=2, samples=12, val_count=45, warm_s=26.0)
+
+
+def test_a_terminal_without_a_size_shows_the_bar():
+    """Such as that of a serial line or of `script`: it has 0 columns."""
+    ours, theirs = os.openpty()
+    code = "from flux_ref.progress import progress; list(progress(range(3), unit=' steps'))"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=theirs, stderr=theirs, check=True, timeout=60)
+    os.close(theirs)
+    assert b"100%|" in os.read(ours, 10_000)
+
+
+def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_dir, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    own = ("--train.log_every_samples=12", "--sample.count=2", "--sample.steps=1", "--sample.every_samples=24")
+    argv = micro_run(shapes_dir, run, *own, "--checkpoint.every_samples=24")
+    at = Alive.at
+
+    def struck(self, place: str) -> None:
+        at(self, place)
+        if place == "the end of step 3":
+            raise Fault("struck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Alive, "at", struck)
+        assert called("train.py", *argv) == 3
+    assert called("train.py", *argv) == 0
+    board = EventAccumulator(str(run / "tensorboard")).Reload()
+    records, evaluations = lines(run), lines(run, "eval.jsonl")
+    by_time = [evaluation | {"val_loss": evaluation["val_loss_per_timestep"][3]} for evaluation in evaluations]
+    wanted = {f"train/{name}": (records, name) for name in records[0] if name not in ("step", "samples")}
+    wanted |= {"validation/loss": (evaluations, "val_loss"), "validation by t/t=3_8": (by_time, "val_loss")}
+    for tag, (rows, name) in wanted.items():
+        shown = [(event.step, event.value) for event in board.Scalars(tag)]
+        assert np.allclose(shown, [(row["samples"], row[name]) for row in rows], rtol=1e-6), tag
+    assert len(board.Tags()["scalars"]) == len(wanted) + 7
+    pictures = board.Images("pictures")
+    assert {picture.step for picture in pictures} == {24, 48, 60}
+    assert pictures[-1].width == Image.open(run / "samples" / "000000060.png").width
+
+
+def test_a_run_without_the_package_writes_no_board(shapes_dir, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert called("train.py", *micro_run(shapes_dir, tmp_path / "run", "--train.max_samples=12")) == 0
+    assert not (tmp_path / "run" / "tensorboard").exists()

@@ -10,7 +10,7 @@ import textwrap
 from flux_ref import config_file, errors
 from flux_ref.benchmark.facts import TARGET
 from flux_ref.errors import Options, Refusal, between
-from flux_ref.forecast import duration
+from flux_ref.progress import duration
 from tools.plan import hardware, plan
 from tools.plan.plan import GB, Plan
 from tools.plan.public import PLANNED
