@@ -262,7 +262,7 @@ class Reporter:
 
 
 def require_finite(first_bad: list, cfg: Config) -> None:
-    """Raises: Fault that says what went first. first_bad: (first bad loss, first bad norm) of each rank, as in Health."""
+    """Raises: Fault that says what went first. first_bad: of each rank, the values of Health.first_bad."""
     bad = [(int(step), rank) for rank, (step, _) in enumerate(first_bad) if step != NEVER]
     norm_step = first_bad[0][1]
     if bad and (norm_step == NEVER or min(bad)[0] <= norm_step):
