@@ -30,7 +30,6 @@ from flux_ref import (
     config_file,
     errors,
     files,
-    folders,
     loss_chart,
     ranks,
     report,
@@ -177,7 +176,8 @@ def evaluate(cfg: Config, world: World, timer: Timer, paths: list[Path], options
     draws = options.draw_only or options.prompts or cfg.sample.count
     pictures = None
     if draws:
-        drawing = folders.module("pictures.drawing", "drawing")
+        from flux_ref.pictures import drawing
+
         pictures = drawing.Drawing(cfg, world, options, val_set, timer.mark)
     arithmetic = arithmetic_of(cfg)
     steps = Validator(sharding.build(cfg, world, None, arithmetic), cfg, world)

@@ -20,7 +20,6 @@ from flux_ref import (
     config_file,
     errors,
     folder,
-    folders,
     graphs,
     ranks,
     schedule,
@@ -75,7 +74,8 @@ def main(argv: list[str]) -> int:
             report.say(line)
         gallery = None
         if cfg.sample.count:  # before the clock starts, since a wrong autoencoder is refused
-            drawing = folders.module("pictures.drawing", f"sample.count={cfg.sample.count}")
+            from flux_ref.pictures import drawing
+
             gallery = drawing.Gallery(cfg, world, report, val_set if cfg.data.val else train_set, train_set)
         if cfg.data.evict and shards.CAN_EVICT:
             train_set.shards.evict()

@@ -1,7 +1,7 @@
 """How the blocks compute, and the moments at which the core asks. The plain way: as model.py is written.
 
 precision/ has a class with the same methods for all other values of precision.preset, precision.rules and
-precision.switch. train.py and eval.py hand it in, so the core needs no line of it.
+precision.switch. `arithmetic_of` alone imports it, if a config asks for it, so the folder may be taken away.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from flux_ref import folders
 from flux_ref.config import Config
 from flux_ref.model import Flux
 from flux_ref.ranks import World
@@ -67,11 +66,8 @@ class Arithmetic:
 
 def arithmetic_of(cfg: Config) -> Arithmetic:
     """What a config asks for. Raises: Refusal for a policy that cannot be."""
-    hooks = folders.precision(cfg, "hooks")
-    return hooks.Precision(cfg) if hooks else Arithmetic(cfg)
+    if cfg.precision.is_plain:
+        return Arithmetic(cfg)
+    from flux_ref.precision.hooks import Precision
 
-
-def plain(cfg: Config) -> Arithmetic:
-    """For a config that asks for nothing else."""
-    assert not folders.precision(cfg, "hooks"), "this config needs arithmetic_of(cfg)"
-    return Arithmetic(cfg)
+    return Precision(cfg)

@@ -274,6 +274,11 @@ class PrecisionConfig:
     history: int = key(1024, "delayed sides: number of steps whose largest values are remembered", least=1, most=2**24)
     dynamic_steps: int = key(16, "delayed sides: number of first steps that use dynamic scales")
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every block computes in parallel.dtype, so that precision/ is not asked."""
+        return self.preset == "bf16" and not self.rules and not self.switch
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:

@@ -121,6 +121,8 @@ def in_words(error: BaseException) -> Stop | None:
         return error
     if isinstance(error, KeyboardInterrupt):
         return Interrupted(signal.SIGINT)
+    if isinstance(error, ModuleNotFoundError):
+        return Refusal(f"{error.name} is not here; install it, or change the key that asks for it")
     if isinstance(error, OSError):
         return (Fault if error.errno in (*BROKEN_DISK, errno.EROFS) else Refusal)(told(error), alone=True)
     if isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", str(error)):

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from flux_ref import model, rng
-from flux_ref.arithmetic import Arithmetic, plain
+from flux_ref.arithmetic import Arithmetic, arithmetic_of
 from flux_ref.attention import allow_attention_of
 from flux_ref.config import DTYPE_NAMES, Config, ParallelConfig
 from flux_ref.errors import Refusal
@@ -83,9 +83,9 @@ def named_parameters(net: Flux) -> dict[str, nn.Parameter]:
 def build(cfg: Config, world: World, seed: int | None, arithmetic: Arithmetic | None = None) -> ShardedFlux:
     """The sharded net of a config.
 
-    seed: of its initial weights; None leaves the weights undefined. arithmetic: None is the plain one.
+    seed: of its initial weights; None leaves the weights undefined. arithmetic: None is arithmetic_of(cfg).
     """
-    arithmetic = arithmetic or plain(cfg)
+    arithmetic = arithmetic or arithmetic_of(cfg)
     allow_attention_of(cfg, world.device)
     with torch.device("meta"):
         net = Flux(cfg.model)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flux_ref import schedule, sharding
-from flux_ref.arithmetic import Arithmetic, plain
+from flux_ref.arithmetic import Arithmetic, arithmetic_of
 from flux_ref.config import Config, rank_batch
 from flux_ref.data import HostBatch, allocate, copy_next, synthetic
 from flux_ref.errors import Fault
@@ -36,15 +36,15 @@ class State:
     def build(cls, cfg: Config, world: World, seed: int | None, arithmetic: Arithmetic | None = None) -> "State":
         """A sharded net and its optimizer. seed: of the weights; None leaves the weights undefined.
 
-        arithmetic: arithmetic_of(cfg); None is the plain one.
+        arithmetic: None is arithmetic_of(cfg).
         """
-        arithmetic = arithmetic or plain(cfg)
+        arithmetic = arithmetic or arithmetic_of(cfg)
         return cls.of(sharding.build(cfg, world, seed, arithmetic), cfg, world, arithmetic)
 
     @classmethod
     def of(cls, net: ShardedFlux, cfg: Config, world: World, arithmetic: Arithmetic | None = None) -> "State":
         """The state of a sharded net before its first step. arithmetic: that of the net."""
-        arithmetic = arithmetic or plain(cfg)
+        arithmetic = arithmetic or arithmetic_of(cfg)
         return cls(net, ShardedAdamW(net, cfg, world, arithmetic.checks), arithmetic)
 
     def set_clock(self, step: int, samples: int) -> None:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flux_ref.benchmark.facts import TARGET
-from flux_ref.config import Config, ModelConfig
+from flux_ref.config import Config, EvalConfig, ModelConfig
 
 PUBLIC = Path(__file__).with_name("public_curves.csv")
 # A run is above the band if two losses in a row exceed the highest by more than this share. One of 150 public runs is
@@ -38,7 +37,7 @@ def public_band(global_batch: int) -> list[Point]:
 
 def is_benchmark(cfg: Config) -> bool:
     """Whether a config trains the model of the public runs to their target."""
-    return cfg.model == ModelConfig() and cfg.eval.target == TARGET
+    return cfg.model == ModelConfig() and cfg.eval.target == EvalConfig.target
 
 
 def warning(cfg: Config, curve: list[tuple[int, float]]) -> str:

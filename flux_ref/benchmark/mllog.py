@@ -1,7 +1,7 @@
 """The benchmark's log, valid for the rulesets 5.1.0, 6.0.0 and 6.1.0 of mlperf-logging's checker.
 
-Lines go to the run's result file. A line is written when the event that it reports happens. This file and header.py
-write the keys and know their order. closed.py names the keys that it judges, tools/report/score.py those that it reads.
+Lines go to the run's result file. A line is written when the event that it reports happens. closed.py
+writes the head of the log, and names the keys that it judges; tools/report/score.py names those that it reads.
 """
 
 import logging
@@ -11,7 +11,7 @@ from pathlib import Path
 from mlperf_logging.mllog import constants, mllog
 
 from flux_ref import files
-from flux_ref.benchmark import closed, header
+from flux_ref.benchmark import closed
 from flux_ref.config import Config
 
 RESUMED = "resumed from step"  # how the disqualification of a run in several parts begins
@@ -84,7 +84,7 @@ class BenchmarkLog:
         self.rehearsal = closed.REHEARSAL if cfg.mllog.rehearsal else ""
         if cfg.mllog.submission_division == "open":
             self.loss_keys.append("averaged_validation_loss")  # checker, open_flux1.yaml
-        for key, value in header.entries(cfg, world_size, train_count, val_count).items():
+        for key, value in closed.head(cfg, world_size, train_count, val_count).items():
             self.mllogger.event(key, value)
         for departure in closed.departures(cfg, train_count, val_count):
             self.disqualify(departure)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from bench import plan_check
-from flux_ref.benchmark.facts import EVAL_EVERY_SAMPLES
+from flux_ref.config import EvalConfig
 from tools.plan import hardware, public
 
 OUTLIERS = ("Oracle/512xMI300X_Xeon_8480", "Nebius/2x8xH100")
@@ -20,7 +20,7 @@ def test_public_systems_are_whole():
         if system.source not in ("v5.1", "v6.0"):
             continue
         steps = system.samples / system.global_batch
-        evaluations = steps / math.ceil(EVAL_EVERY_SAMPLES / system.global_batch)
+        evaluations = steps / math.ceil(EvalConfig.every_samples / system.global_batch)
         minutes = (steps * system.step_s + evaluations * system.evaluation_s) / 60
         assert minutes == pytest.approx(system.minutes, rel=0.06), system.system
 

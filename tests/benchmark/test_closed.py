@@ -11,7 +11,7 @@ from conftest import ROOT
 
 from flux_ref import config, config_file
 from flux_ref.benchmark import closed
-from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.benchmark.closed import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import Config, MllogConfig
 from tools.report import __main__ as report
 from tools.report import page, score

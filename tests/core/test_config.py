@@ -11,7 +11,6 @@ import conftest
 from conftest import MICRO, ROOT
 
 from flux_ref import config, config_file
-from flux_ref.benchmark.facts import EVAL_EVERY_SAMPLES, TARGET
 from flux_ref.config import KEYS, LARGEST, Config
 from flux_ref.errors import Refusal
 
@@ -92,7 +91,7 @@ def test_every_key_is_declared_whole_and_has_a_user():
         assert re.search(rf"\.{key.split('.')[1]}\b", text), key
         assert known.meaning and known.type in config_file.KINDS, key
         assert not known.choices or known.default in known.choices, key
-    assert (Config().eval.target, Config().eval.every_samples) == (TARGET, EVAL_EVERY_SAMPLES)
+    assert (Config().eval.target, Config().eval.every_samples) == (0.586, 262_144)
     assert Config().mllog.ruleset == KEYS["mllog.ruleset"].choices[-1], "the newest"
 
 

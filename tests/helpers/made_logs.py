@@ -5,8 +5,7 @@ import random
 import time
 from pathlib import Path
 
-from flux_ref.benchmark import header
-from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.benchmark.closed import TRAIN_SAMPLES, VAL_SAMPLES, head
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 
@@ -30,7 +29,7 @@ def lines(seed: int = 100, batch: int = 1024, evaluations: int = 33, rate: float
     add("cache_clear", True)
     add("init_start")
     cfg = Config()
-    entries = header.entries(cfg, 8, TRAIN_SAMPLES, VAL_SAMPLES)
+    entries = head(cfg, 8, TRAIN_SAMPLES, VAL_SAMPLES)
     entries |= {"global_batch_size": batch, "evaluation_frequency": INTERVAL, "seed": seed, "submission_org": "SOME"}
     for key, value in (entries | values).items():
         if "." not in key:  # those are our own

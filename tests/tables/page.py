@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 
 from flux_ref import config_file, diffusers_names
-from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.benchmark.closed import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import KEYS, Config
 from flux_ref.model import TIME_WAVES, initial, parameter_table

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from flux_ref import model, rng, schedule
-from flux_ref.benchmark.facts import TRAIN_SAMPLES
+from flux_ref.benchmark.closed import TRAIN_SAMPLES
 from flux_ref.config import Config
 from tools.golden import places
 from tools.golden.files import Values

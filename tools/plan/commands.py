@@ -8,7 +8,7 @@ Exit codes: 0 done, 1 the config does not fit the card, 2 refused.
 import textwrap
 
 from flux_ref import config_file, errors
-from flux_ref.benchmark.facts import TARGET
+from flux_ref.config import EvalConfig
 from flux_ref.errors import Options, Refusal, between
 from flux_ref.progress import duration
 from tools.plan import hardware, plan
@@ -95,7 +95,7 @@ def total(one: Plan, price: float) -> list[str]:
     off = 1 + one.machine.assumed.range
     gpus = one.machine.gpus
     hours = gpus * one.train / 3600
-    goal = f"to {TARGET} like the reference"
+    goal = f"to {EvalConfig.target} like the reference"
     if not one.reaches_target:
         goal = "to train.max_samples, as no reference point fits"
     cost = f", cost {price * hours:,.0f}" if price else ""

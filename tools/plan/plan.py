@@ -6,7 +6,7 @@ from math import ceil, gcd
 
 from flux_ref import config, config_file, schedule, shards
 from flux_ref.benchmark import closed
-from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.benchmark.closed import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import Config
 from flux_ref.optim import bytes_per_parameter
 from flux_ref.precision import policy

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from flux_ref.benchmark import convergence
-from flux_ref.benchmark.facts import TARGET
+from flux_ref.config import EvalConfig
 from flux_ref.errors import printable
 from flux_ref.loss_chart import span
 from tools.report import words
@@ -81,7 +81,7 @@ def losses(batch: int, systems: list[System]) -> Figure:
                 label = None
     target = number(systems[0].value("target_accuracy")) or 0.0
     axes.axhline(target, color="red", linestyle="--", label=f"target {target:g}")
-    band = convergence.public_band(batch) if target == TARGET else []
+    band = convergence.public_band(batch) if target == EvalConfig.target else []
     if band:
         samples, low, median, high = zip(*band)
         axes.plot(samples, median, color="grey", label="public runs")
