@@ -9,14 +9,12 @@ A port to another device may answer every `obstacle` with a reason: then all ste
 """
 
 import gc
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from flux_ref import ranks, sharding
 from flux_ref.config import Config
@@ -24,9 +22,6 @@ from flux_ref.errors import Fault, Refusal
 from flux_ref.ranks import World
 from flux_ref.step_runner import State, StepRunner
 
-REGISTER = "NCCL_GRAPH_REGISTER"
-HIP_SINCE = "2.12"  # version of torch
-WARM_STEPS = 2  # before a capture: the first step allocates lazily; the second is like all later steps
 CAPTURED = "captured"
 KEPT: list[dict] = []  # graphs that no rank may destroy
 # Relative differences between a graph and the eager step that libraries' workspaces may cause.
@@ -40,30 +35,18 @@ def mode(cfg: Config, device: torch.device) -> str:
 
     Raises: Refusal if graph.enabled=on cannot be honoured.
     """
-    if cfg.graph.enabled == "off":
-        return "eager (graph.enabled=off)"
-    reason = obstacle(device, cfg)
-    warm = cfg.train.synthetic_steps
-    if not reason and warm < WARM_STEPS:
-        reason = f"train.synthetic_steps={warm} must be at least {WARM_STEPS}, the steps before a capture"
-    if not reason:
-        return CAPTURED
-    if cfg.graph.enabled == "on":
+    reason = "graph.enabled=off" if cfg.graph.enabled == "off" else obstacle(device, cfg)
+    if reason and cfg.graph.enabled == "on":
         raise Refusal(f"graph.enabled=on cannot be honoured: {reason}; graph.enabled=auto runs eagerly then")
-    return f"eager ({reason})"
+    return f"eager ({reason})" if reason else CAPTURED
 
 
 def obstacle(device: torch.device, cfg: Config) -> str:
     """Why the steps of a run cannot be captured on a device; "" if they can."""
     if device.type != "cuda":
         return f"a device of type {device.type} captures no graphs"
-    if torch.version.hip and TorchVersion(torch.__version__) < HIP_SINCE:
-        # github.com/pytorch/pytorch issue 177309: the thread of RCCL's watchdog breaks a capture.
-        return f"torch {torch.__version__} cannot capture collectives on HIP; it takes torch 2.12"
     if torch.version.hip and cfg.graph.enabled != "on":
         return "on HIP graphs are captured only when asked for"
-    if ranks.is_expandable() and os.environ.get(REGISTER, "0") != "0":
-        return f"{REGISTER}={os.environ[REGISTER]} does not go with expandable_segments; unset it"
     return ""
 
 
@@ -80,8 +63,7 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device):
-        self.device = device
-        self.synchronize()  # the previous stream may still be at work
+        torch.accelerator.synchronize()  # the previous stream may still be at work
         self.stream = torch.cuda.Stream(device)
         torch.cuda.set_stream(self.stream)
         self.pool = torch.cuda.graph_pool_handle()
@@ -103,23 +85,6 @@ class Recorder:
             reason = str(root).partition("\n")[0]
             raise Fault(f"a step cannot be captured: {reason}; set graph.enabled=off", alone=True) from error
         return graph
-
-    def bytes_of(self, work: Callable[[], object]) -> int:
-        """Do eager work. Returns the bytes that the allocator takes from the device for it."""
-        torch.accelerator.empty_cache()
-        torch.accelerator.reset_peak_memory_stats()
-        before = torch.accelerator.memory_reserved()
-        work()
-        return torch.accelerator.max_memory_reserved() - before
-
-    def free_bytes(self) -> int:
-        """Bytes of the device that eager work may take. It cannot use the memory of graphs."""
-        torch.accelerator.empty_cache()
-        return torch.cuda.mem_get_info(self.device)[0]
-
-    def synchronize(self) -> None:
-        """sync: the host waits until the device has done all its work."""
-        torch.cuda.synchronize(self.device)
 
 
 class CapturedRunner(StepRunner):
@@ -144,50 +109,50 @@ class CapturedRunner(StepRunner):
 
     def warm_up(self) -> None:
         super().warm_up()
-        validation = self.recorder.bytes_of(super().validate)
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_reserved()
+        super().validate()
         self.sharded()
-        self.drawing_bytes = validation + (DECODING_BYTES if self.cfg.data.kind != "shapes" else 0.0)
+        self.drawing_bytes = torch.accelerator.max_memory_reserved() - before
+        if self.cfg.data.kind != "shapes":
+            self.drawing_bytes += DECODING_BYTES
 
     def capture(self) -> None:
         """Capture the steps and prove the graphs. The weights stay; what a step remembers is reset. Collective.
 
         Call `warm_up` first, and load moments afterwards. Raises: Fault.
         """
-        try:
-            with changed(self):
-                want, again = measured(self), measured(self)
-            # The training graphs are larger. Captured first, they leave freed memory for the validation graphs.
-            graphs = {}
-            for kind, work in (("train", super().train), ("validate", super().validate)):
-                for phase in self.state.arithmetic.phases:
-                    self.state.arithmetic.begin(phase)
-                    graphs[f"{kind} {phase}"] = self._captured(work)
-            self.graphs = graphs
-            self.sharded()  # after a capture, FSDP2 takes the weights for gathered
-            with changed(self):
-                found = measured(self)
-            with ranks.agreed():
-                require_equal(found, want, again)
-            self.forget()  # an average holds changed weights
-            self.state.arithmetic.begin(self.state.step)
-        except BaseException:
-            self.close()
-            raise
+        with changed(self):
+            want, again = measured(self), measured(self)
+        # The training graphs are larger. Captured first, they leave freed memory for the validation graphs.
+        graphs = {}
+        for kind, work in (("train", super().train), ("validate", super().validate)):
+            for phase in self.state.arithmetic.phases:
+                self.state.arithmetic.begin(phase)
+                graphs[f"{kind} {phase}"] = self._captured(work)
+        self.graphs = graphs
+        self.sharded()  # after a capture, FSDP2 takes the weights for gathered
+        with changed(self):
+            found = measured(self)
+        with ranks.agreed():
+            require_equal(found, want, again)
+        self.forget()  # an average holds changed weights
+        self.state.arithmetic.begin(self.state.step)
 
     def _captured(self, work: Callable[[], object]) -> Any:
         """With the net at the start of a step, and all ranks at rest. sync: before the clock starts."""
         self.sharded()
-        if any(parameter.grad is not None for parameter in self.state.net.parameters()):
-            raise Fault("a gradient is left before a capture; set graph.enabled=off", alone=True)
         gc.collect()  # what dies during a capture would be freed into it
-        self.recorder.synchronize()
+        torch.accelerator.synchronize()
         ranks.gather_objects(None)  # no rank's collectives run into another's capture
         return self.recorder.capture(work)
 
     def shortage(self) -> str:
         if not self.graphs:
             return ""
-        free = min(ranks.gather_objects(self.recorder.free_bytes()))
+        torch.accelerator.empty_cache()  # a drawing cannot use the memory of the graphs
+        free = min(ranks.gather_objects(torch.cuda.mem_get_info()[0]))
         if free >= self.drawing_bytes:
             return ""
         need = f"a drawing takes about {self.drawing_bytes / 1e9:.3g} GB beside the graphs"
@@ -197,56 +162,45 @@ class CapturedRunner(StepRunner):
         """Drop the graphs. Later steps run eagerly. Call this before the process group ends, also after an error.
 
         A graph keeps its communicator alive, so destroying the process group first would hang.
-        agreed: all ranks close now and can wait for each other. Otherwise a rank may be lost, and the device may wait
-        for it for ever. Then the graphs stay until the process ends, unless this rank is the only one.
+        agreed: all ranks close now and can wait for each other. Otherwise a rank or the device may be lost, and to wait
+        for it would be for ever. Then the graphs stay until the process ends.
         """
         super().close()
         graphs, self.graphs = self.graphs, {}
-        if not graphs:
-            return
-        if not (agreed or ranks.is_single()):
-            KEPT.append(graphs)
-            return
-        try:
-            self.recorder.synchronize()  # no graph is dropped while it runs
+        if graphs and agreed:
+            torch.accelerator.synchronize()  # no graph is dropped while it runs
             for graph in graphs.values():
                 graph.reset()
-            graphs.clear()
-            gc.collect()
-            self.recorder.synchronize()
-        except RuntimeError:
-            if agreed:
-                raise  # otherwise the error that broke the run follows, and says more
-        if agreed:
             ranks.gather_objects(None)
+        elif graphs:
+            KEPT.append(graphs)
 
 
 # The proof: a graph that had kept weights, gradients or a batch of its capture would not see what changes after it.
 
 
-def known_rows(state: State) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+def changes(state: State) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's share of one known change in each block and in the head: a row, and what it becomes.
 
     A gate of a fresh net is 0 and hides its block. So a change opens the gate of one hidden channel, and reverses the
     row of the projection that this channel comes from.
     """
     parameters = sharding.named_parameters(state.net)
-    hidden = parameters["img_in.bias"].shape[0]
-
-    def row(name: str, number: int) -> Tensor:
-        first, local = sharding.local_rows(parameters[name])
-        return local[max(0, number - first) : max(0, number - first + 1)] if number >= first else local[:0]
-
-    for kind, gate, projection in (
-        ("double", "img_mod.lin.bias", "img_attn.proj.weight"),
-        ("single", "modulation.lin.bias", "linear2.weight"),
-    ):
-        count = sum(name.startswith(f"{kind}_blocks.") and name.endswith(gate) for name in parameters)
-        for block in range(count):
-            channel = block % hidden
-            yield row(f"{kind}_blocks.{block}.{gate}", 2 * hidden + channel), lambda rows: torch.full_like(rows, OPEN)
-            yield row(f"{kind}_blocks.{block}.{projection}", channel), lambda rows: rows.flip(-1)
-    yield row("final_layer.linear.bias", 0), lambda rows: rows + 1
+    hidden = len(parameters["img_in.bias"])
+    for name, parameter in parameters.items():
+        first, local = sharding.local_rows(parameter)
+        is_gate = name.endswith(("img_mod.lin.bias", "modulation.lin.bias"))
+        channel = int(name.split(".")[1]) if "_blocks." in name else 0
+        place = channel + 2 * hidden * is_gate - first
+        if not 0 <= place < len(local):
+            continue
+        row = local[place]
+        if is_gate:
+            yield row, torch.full_like(row, OPEN)
+        elif name.endswith(("img_attn.proj.weight", "linear2.weight")):
+            yield row, row.flip(-1)
+        elif name == "final_layer.linear.bias":
+            yield row, row + 1
 
 
 @contextmanager
@@ -256,18 +210,17 @@ def changed(steps: StepRunner) -> Iterator[None]:
 
     Raises: Fault if the block has changed a weight, as a step at another learning rate than 0 would.
     """
-    rows = list(known_rows(steps.state))
-    before = [row.clone() for row, _ in rows]
+    pairs = [(row, row.clone(), other) for row, other in changes(steps.state)]
     noises = [batch["noise"] for batch in (steps.train_batch, steps.val_batch)]
     sums = _sums(steps.state.net)
-    for row, change in rows:
-        row.copy_(change(row))
+    for row, _, other in pairs:
+        row.copy_(other)
     for noise in noises:
         noise.neg_()
     yield
     for noise in noises:
         noise.neg_()
-    for (row, _), old in zip(rows, before):
+    for row, old, _ in pairs:
         row.copy_(old)
     if not torch.equal(_sums(steps.state.net), sums):
         raise Fault("a step at learning rate 0 has changed weights; set graph.enabled=off", alone=True)

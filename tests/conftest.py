@@ -19,6 +19,7 @@ import torch
 
 from flux_ref import checkpoint, config, config_file, errors, ranks, toy
 from flux_ref.checkpoint import Checkpoint
+from flux_ref.data import TrainSet, ValSet
 from flux_ref.errors import Refusal
 
 # A job in the background begins with Ctrl-C ignored, and all that the tests start would inherit that.
@@ -79,10 +80,23 @@ def data_overrides(folder: Path) -> list[str]:
     return [f"--data.train={folder}/train", f"--data.val={folder}/val"]
 
 
+def micro_config(data: Path | None = None, **values: object) -> config.Config:
+    """The micro config, pointing at a data set, with values such as model__hidden=12."""
+    return config_file.replace(config_file.load(MICRO, data_overrides(data) if data else []), **values)
+
+
 @pytest.fixture(scope="session")
 def micro(shapes_dir) -> config.Config:
     """The micro config, pointing at its data set."""
-    return config_file.load(MICRO, data_overrides(shapes_dir))
+    return micro_config(shapes_dir)
+
+
+def open_sets(cfg: config.Config, world: ranks.World) -> tuple[TrainSet, ValSet]:
+    """Both data sets of a config."""
+    sets = TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)
+    for data_set in sets:
+        data_set.open()
+    return sets
 
 
 def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: float = 120, **env: str):

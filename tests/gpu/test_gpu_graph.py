@@ -5,115 +5,96 @@ import time
 
 import pytest
 import torch
-from conftest import MICRO, micro_run, script
+from conftest import micro_config, micro_run, script
 from graph_ranks import STEPS, history, require_same_history
 
-from flux_ref import config, config_file, graphs, ranks
+from flux_ref import config_file, graphs, ranks
 from flux_ref.errors import Fault
-from flux_ref.graphs import CAPTURED, CapturedRunner, mode
+from flux_ref.graphs import CapturedRunner
 from flux_ref.step_runner import State
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 ON = {"graph__enabled": "on", "parallel__dtype": "bf16"}
+COMPILED = {"parallel__region_blocks": 2, "parallel__compile": True}
 EXIT_S = 20.0  # a process group that waits for a graph never ends
 CAPTURED_TRAIN = "tests/helpers/captured_train.py"
 
 
-def make(micro: config.Config, world: ranks.World, **values: object) -> CapturedRunner:
+def make(world: ranks.World, **values: object) -> CapturedRunner:
     """The steps of a fresh net after a warm-up."""
-    cfg = config_file.replace(micro, **(ON | values))
+    cfg = micro_config(**ON, **values)
     steps = CapturedRunner(State.build(cfg, world, seed=3), cfg, world)
     steps.warm_up()
     return steps
 
 
+def both(world: ranks.World, data, **values: object) -> tuple[dict, dict]:
+    """The history by graphs, and the eager one."""
+    cfg = micro_config(data, **(ON | values))
+    return history(cfg, world), history(config_file.replace(cfg, graph__enabled="off"), world)
+
+
 @pytest.mark.parametrize(
     "values",
-    [
-        {},
-        {"train__micro_batch": 4},
-        {"train__micro_batch": 4, "parallel__kept_regions": -1},
-        {"parallel__region_blocks": 2, "parallel__compile": True},
-    ],
+    [{}, {"train__micro_batch": 4}, {"train__micro_batch": 4, "parallel__kept_regions": -1}, COMPILED],
     ids=["plain", "accumulated", "kept gathered", "compiled"],
 )
-def test_replays_are_bit_identical_to_eager_steps_and_evaluations(micro, world, values):
-    cfg = config_file.replace(micro, **(ON | values))
-    want = history(config_file.replace(cfg, graph__enabled="off"), world)
-    found = history(cfg, world)
+def test_replays_are_bit_identical_to_eager_steps_and_evaluations(shapes_dir, world, values):
+    found, want = both(world, shapes_dir, **values)
     require_same_history(found, want)
     assert found["flags"][0] == STEPS and found["validations"][-1] == found["afterwards"]
     assert len({tuple(losses) for losses in found["validations"]}) == len(found["validations"]), "stale weights"
     assert found["results"][0] != found["results"][-1]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{}, {"parallel__kept_regions": -1, "parallel__region_blocks": 2, "parallel__compile": True}],
-    ids=["plain", "kept gathered, compiled"],
-)
-def test_pictures_between_replays_change_nothing(micro, world, values):
+@pytest.mark.parametrize("values", [{}, COMPILED | {"parallel__kept_regions": -1}], ids=["plain", "kept, compiled"])
+def test_pictures_between_replays_change_nothing(shapes_dir, world, values):
     """They are those of eager steps."""
-    plain = config_file.replace(micro, **(ON | values))
-    drawn = config_file.replace(plain, sample__count=4, sample__steps=3, sample__every_samples=1)
-    want = history(config_file.replace(drawn, graph__enabled="off"), world)
-    found = history(drawn, world)
+    drawing = {"sample__count": 4, "sample__steps": 3, "sample__every_samples": 1}
+    found, want = both(world, shapes_dir, **values, **drawing)
     require_same_history(found, want)
     assert len(set(found["pictures"])) == 4 * 4
-    without = history(plain, world)
+    without = history(micro_config(shapes_dir, **ON, **values), world)
     assert all(found[key] == without[key] for key in ("results", "validations", "afterwards"))
 
 
-def test_kernels_without_a_deterministic_mode_are_captured_too(micro, world):
+def test_kernels_without_a_deterministic_mode_are_captured_too(shapes_dir, world):
     """cuDNN's attention, which real runs have on Hopper, takes heads of this size."""
     torch.use_deterministic_algorithms(False)
     sizes = {"model__hidden": 192, "model__heads": 3, "model__rope_axes": (16, 24, 24)}
-    cfg = config_file.replace(micro, **(ON | sizes))
-    want, found = history(config_file.replace(cfg, graph__enabled="off"), world), history(cfg, world)
+    found, want = both(world, shapes_dir, **sizes)
     assert found["captured"] and found["flags"] == want["flags"]
     for key in ("results", "validations"):
         assert torch.allclose(torch.tensor(found[key]), torch.tensor(want[key]), rtol=2e-2), key
 
 
-def test_a_capture_leaves_nothing_but_its_memory_which_comes_back(micro, world):
-    steps = make(micro, world)
-    flags = steps.health.step.clone()
+def test_replays_never_wait_for_the_device_and_use_no_more_memory_which_comes_back(world):
+    steps = make(world, train__micro_batch=4)
     torch.accelerator.empty_cache()
     reserved = torch.accelerator.memory_reserved()
-    try:
-        steps.capture()
-        torch.accelerator.synchronize()
-        held = torch.accelerator.memory_reserved()
-        assert torch.equal(flags, steps.health.step)
-    finally:
-        steps.close()
-    torch.accelerator.empty_cache()
-    assert reserved < held and torch.accelerator.memory_reserved() < held
-
-
-def test_replays_never_wait_for_the_device_and_use_no_more_memory(micro, world):
-    steps = make(micro, world, train__micro_batch=4)
     steps.capture()
+
+    def replay(times: int) -> None:
+        for _ in range(times):
+            steps.state.opt.lr.fill_(1e-3)
+            steps.train()
+            steps.validate()
+
+    replay(2)
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
+    assert reserved < before[1]
+    torch.cuda.set_sync_debug_mode("error")
     try:
-
-        def replay(times: int) -> None:
-            for _ in range(times):
-                steps.state.opt.lr.fill_(1e-3)
-                steps.train()
-                steps.validate()
-
-        replay(2)
-        torch.accelerator.synchronize()
-        before = torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
-        torch.cuda.set_sync_debug_mode("error")
         replay(50)
-        torch.cuda.set_sync_debug_mode("default")
-        torch.accelerator.synchronize()
-        assert (torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()) == before
-        assert steps.health.first_bad.tolist() == [-1, -1]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        steps.close()
+    torch.accelerator.synchronize()
+    assert (torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()) == before
+    assert steps.health.first_bad.tolist() == [-1, -1]
+    steps.close(agreed=True)
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved() < before[1]
 
 
 def test_a_capture_may_end_while_a_stream_waits_without_work(device):
@@ -130,9 +111,8 @@ def test_a_capture_may_end_while_a_stream_waits_without_work(device):
         one.mul_(2)
         side.wait_stream(torch.cuda.current_stream())
 
-    graph = recorder.capture(work)
-    graph.replay()
-    recorder.synchronize()
+    recorder.capture(work).replay()
+    torch.accelerator.synchronize()
     assert one.tolist() == [4.0] * 4
 
 
@@ -150,28 +130,22 @@ def test_replays_are_bit_identical_to_eager_steps_on_several_devices(shapes_dir,
         require_same_history(found["captured"], found["eager"])
 
 
-@pytest.mark.parametrize("ranks", [0, 1], ids=["python", "torchrun"])
-def test_a_run_ends_soon_after_its_last_line(train_py, shapes_dir, tmp_path, ranks):
-    assert mode(config_file.replace(config_file.load(MICRO), **ON), torch.device("cuda", 0)) == CAPTURED
-    argv = micro_run(shapes_dir, tmp_path / "run", "--graph.enabled=on")
-    program = "train.py" if torch.accelerator.is_available() else CAPTURED_TRAIN
-    process = script(program, *argv, ranks=ranks, timeout=300)
-    assert process.returncode == 0, process.stderr[-4000:]
-    assert "  steps   captured" in process.stdout
-    assert time.time() - (tmp_path / "run" / "outcome.json").stat().st_mtime < EXIT_S
-
-
-def test_a_run_that_breaks_amid_training_ends_soon(train_py, shapes_dir, tmp_path):
+def test_a_run_ends_soon_after_its_last_line_and_after_an_error_amid_training(train_py, shapes_dir, tmp_path):
     argv = micro_run(shapes_dir, tmp_path / "run", "--graph.enabled=on")
     process = script(CAPTURED_TRAIN, *argv, ranks=0, timeout=120, BREAKS_AT="3")
     left = time.time()
     assert process.returncode == 3 and "an error amid training" in process.stderr
     assert left - float(re.search(r"broken at ([\d.]+)", process.stdout).group(1)) < EXIT_S
+    program = "train.py" if torch.accelerator.is_available() else CAPTURED_TRAIN
+    process = script(program, *argv, ranks=1, timeout=300)
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert "  steps   captured" in process.stdout
+    assert time.time() - (tmp_path / "run" / "outcome.json").stat().st_mtime < EXIT_S
 
 
-def test_the_capture_of_a_step_that_waits_for_the_device_is_a_fault_and_the_device_stays_of_use(micro, world):
+def test_the_capture_of_a_step_that_waits_for_the_device_is_a_fault_and_the_device_stays_of_use(world):
     """The last test of this file: after a failed capture torch 2.11 returns no memory to the device."""
-    steps = make(micro, world)
+    steps = make(world)
     with pytest.raises(Fault, match=r"a step cannot be captured: .*; set graph\.enabled=off"):
         steps._captured(lambda: float(steps.train()[0]))
     assert float(torch.ones(4, device=world.device).sum()) == 4 and not steps.graphs

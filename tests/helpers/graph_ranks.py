@@ -1,10 +1,11 @@
-"""Trains with evaluations in between, eagerly and by graphs, for test_step_runner and test_gpu_graph.
+"""Trains with evaluations in between, eagerly and by graphs, for test_graphs and test_gpu_graph.
 
     torchrun --nproc-per-node 2 tests/helpers/graph_ranks.py DATA OUT [--section.key=value ...]
 
 On the CPU stand-ins take the place of graphs (stand_in.py).
 """
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -12,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import stand_in
 import torch
-from conftest import MICRO, data_overrides, require_identical
+from conftest import MICRO, data_overrides, open_sets, require_identical
 from torch import Tensor
 
 from flux_ref import config_file, errors, graphs, ranks
 from flux_ref.config import Config
-from flux_ref.data import TrainSet, ValSet
 from flux_ref.evaluate import validation_loss
 from flux_ref.pictures.artist import Artist
 from flux_ref.ranks import World
@@ -42,47 +42,31 @@ def history(cfg: Config, world: World) -> dict:
 
     Nothing is read from the device before the end, so that the host runs ahead as far as it can.
     """
-    train_set, val_set = (kind(cfg, world.rank, world.size, world.pin) for kind in (TrainSet, ValSet))
-    train_set.open()
-    val_set.open()
+    train_set, val_set = open_sets(cfg, world)
     state = State.build(cfg, world, seed=3)
     steps = graphs.runner(state, cfg, world)
     steps.warm_up()
-    warm = everything(state)
     artist = Artist(cfg, world)
     steps.capture()
-    require_identical(everything(state), warm)
-
-    def evaluate() -> list[float]:
-        return validation_loss(steps, val_set, state.samples).losses
-
-    def draw() -> None:
-        rows = {name: np.zeros_like(part) for name, part in train_set.shards.layout.rows().items()}
-        pictures.extend(artist.paint(state.net, [("", rows)] * cfg.sample.count, rows, lambda place: None))
-
     steps.health.restart(0)
-    feed = train_set.feed(0)
-    results = []
-    validations = []
-    pictures = []
-    try:
+    results, validations, pictures = [], [], []
+    with contextlib.closing(train_set.feed(0)) as feed:
         for _ in range(STEPS):
             results.append(torch.stack(steps.train_on(feed)))
-            if state.step % EVALUATE_EVERY == 0:
-                validations.append(evaluate())
-                if cfg.sample.every_samples:
-                    draw()
-    finally:
-        feed.close()
-        used = isinstance(steps, graphs.CapturedRunner)
-        steps.close(agreed=True)
+            if state.step % EVALUATE_EVERY:
+                continue
+            validations.append(validation_loss(steps, val_set, state.samples).losses)
+            if cfg.sample.every_samples:
+                rows = {name: np.zeros_like(part) for name, part in train_set.shards.layout.rows().items()}
+                pictures += artist.paint(state.net, [("", rows)] * cfg.sample.count, rows, lambda place: None)
+    steps.close(agreed=True)
     return {
         "results": torch.stack(results).tolist(),
         "validations": validations,
-        "afterwards": evaluate(),
+        "afterwards": validation_loss(steps, val_set, state.samples).losses,
         "flags": [float(steps.health.step), *steps.health.first_bad.tolist()],
         "state": everything(state),
-        "captured": used,
+        "captured": isinstance(steps, graphs.CapturedRunner),
         "pictures": [picture.tobytes() for picture in pictures],
     }
 
@@ -96,8 +80,7 @@ def require_same_history(found: dict, want: dict) -> None:
 
 
 def main(data: str, out: str, *overrides: str) -> int:
-    cfg = config_file.load(MICRO, [*data_overrides(Path(data)), *overrides])
-    cfg = config_file.replace(cfg, eval__batch=24, graph__enabled="off", optim__ema=60)
+    cfg = config_file.load(MICRO, [*data_overrides(Path(data)), *overrides, "--eval.batch=24", "--optim.ema=60"])
     world = ranks.start(cfg.parallel)
     cfg = config_file.replace(cfg, train__micro_batch=cfg.train.global_batch // world.size // 2 or 1)
     if world.device.type == "cpu":
@@ -105,7 +88,8 @@ def main(data: str, out: str, *overrides: str) -> int:
     else:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-    found = {"eager": history(cfg, world), "captured": history(config_file.replace(cfg, graph__enabled="on"), world)}
+    modes = {"eager": "off", "captured": "on"}
+    found = {name: history(config_file.replace(cfg, graph__enabled=mode), world) for name, mode in modes.items()}
     torch.save(found, Path(out) / f"rank_{world.rank}.pt")
     ranks.stop()
     return 0

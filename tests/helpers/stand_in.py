@@ -138,9 +138,6 @@ class Recorder(graphs.Recorder):
             super().capture(work)
         return Graph(work)
 
-    def synchronize(self) -> None:
-        LOG.append("synchronize")
-
 
 def install(replace: Callable[[object, str, object], object] = setattr) -> None:
     """Let the CPU answer. replace: as monkeypatch.setattr. torch itself still finds no accelerator."""
@@ -156,7 +153,7 @@ def install(replace: Callable[[object, str, object], object] = setattr) -> None:
     stand_ins = (
         ("devices", ranks, "_device", lambda local_rank: CPU),
         ("devices", accelerator, "device_count", lambda: 2),
-        ("waits", accelerator, "synchronize", lambda *_: None),
+        ("waits", accelerator, "synchronize", lambda *_: LOG.append("synchronize")),
         ("waits", cuda, "synchronize", lambda *_: None),
         ("waits", cuda, "set_sync_debug_mode", set_sync_debug_mode),
         ("memory", accelerator, "empty_cache", lambda: None),
@@ -164,7 +161,7 @@ def install(replace: Callable[[object, str, object], object] = setattr) -> None:
         ("memory", accelerator, "memory_allocated", lambda: len(LIVE)),
         ("memory", accelerator, "max_memory_reserved", lambda: len(LIVE)),
         ("memory", accelerator, "reset_peak_memory_stats", lambda: None),
-        ("memory", cuda, "mem_get_info", lambda device: (ROOM, ROOM + len(LIVE))),
+        ("memory", cuda, "mem_get_info", lambda *_: (ROOM, ROOM + len(LIVE))),
         ("streams", cuda, "Stream", lambda *_: stream),
         ("streams", cuda, "set_stream", lambda stream: None),
         ("streams", cuda, "stream", lambda stream: contextlib.nullcontext()),
