@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bench import common
 from bench.common import END, Clock
-from flux_ref import config, diffusers_names, errors, flow, sharding
+from flux_ref import config, errors, flow, sharding, weights
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import Batch, allocate, synthetic
 from flux_ref.errors import Fault, Refusal, package
@@ -42,7 +42,7 @@ class DiffusersFlux(nn.Module):
 
     def __init__(self, model: ModelConfig):
         super().__init__()
-        self.net = diffusers().FluxTransformer2DModel.from_config(diffusers_names.diffusers_config(model))
+        self.net = diffusers().FluxTransformer2DModel.from_config(weights.diffusers_config(model))
         self.model = model
         self.double_blocks = self.net.transformer_blocks
         self.single_blocks = self.net.single_transformer_blocks

@@ -1,42 +1,174 @@
-"""A model's weights from the forms in which people keep them, read a few rows at a time."""
+"""A model's weights from the forms in which people keep them, read a few rows at a time.
 
-from collections.abc import Callable
+Parameters have the names of Black Forest Labs. diffusers splits the fused projections by rows and exchanges the halves
+of the head's modulation; the rest is renaming. Source: diffusers, FluxTransformer2DModel.
+"""
+
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from flux_ref import checkpoint, config_file, diffusers_names, ranks, tensors
+from flux_ref import checkpoint, config_file, ranks, tensors
 from flux_ref.checkpoint import Checkpoint
 from flux_ref.config import Config, ModelConfig
-from flux_ref.diffusers_names import Part
 from flux_ref.errors import Refusal
+from flux_ref.files import read_json
 from flux_ref.model import parameter_table
 from flux_ref.optim import EMA
 from flux_ref.sharding import local_rows, named_parameters
 
 TRAINER = "flux_ref"  # under "trained_by" in the metadata of exported files
 REMEDY = "give a run, a checkpoint, a .safetensors file in BFL's layout or diffusers' transformer folder"
-COUNTS = ("step", "samples", EMA)  # of what metadata say of the training
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+Shapes = dict[str, tuple[int, ...]]
+
+# Names
+
+DIFFUSERS = {  # each * is the number of the block; of several tensors the first have model.hidden rows
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    "time_in.in_layer": "time_text_embed.timestep_embedder.linear_1",
+    "time_in.out_layer": "time_text_embed.timestep_embedder.linear_2",
+    "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
+    "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
+    "final_layer.linear": "proj_out",
+    "final_layer.adaLN_modulation.1": "norm_out.linear norm_out.linear",
+    "double_blocks.*.img_mod.lin": "transformer_blocks.*.norm1.linear",
+    "double_blocks.*.txt_mod.lin": "transformer_blocks.*.norm1_context.linear",
+    "double_blocks.*.img_attn.qkv": "transformer_blocks.*.attn.to_q transformer_blocks.*.attn.to_k"
+    " transformer_blocks.*.attn.to_v",
+    "double_blocks.*.txt_attn.qkv": "transformer_blocks.*.attn.add_q_proj transformer_blocks.*.attn.add_k_proj"
+    " transformer_blocks.*.attn.add_v_proj",
+    "double_blocks.*.img_attn.norm.query_norm": "transformer_blocks.*.attn.norm_q",
+    "double_blocks.*.img_attn.norm.key_norm": "transformer_blocks.*.attn.norm_k",
+    "double_blocks.*.txt_attn.norm.query_norm": "transformer_blocks.*.attn.norm_added_q",
+    "double_blocks.*.txt_attn.norm.key_norm": "transformer_blocks.*.attn.norm_added_k",
+    "double_blocks.*.img_attn.proj": "transformer_blocks.*.attn.to_out.0",
+    "double_blocks.*.txt_attn.proj": "transformer_blocks.*.attn.to_add_out",
+    "double_blocks.*.img_mlp.0": "transformer_blocks.*.ff.net.0.proj",
+    "double_blocks.*.img_mlp.2": "transformer_blocks.*.ff.net.2",
+    "double_blocks.*.txt_mlp.0": "transformer_blocks.*.ff_context.net.0.proj",
+    "double_blocks.*.txt_mlp.2": "transformer_blocks.*.ff_context.net.2",
+    "single_blocks.*.modulation.lin": "single_transformer_blocks.*.norm.linear",
+    "single_blocks.*.linear1": "single_transformer_blocks.*.attn.to_q single_transformer_blocks.*.attn.to_k"
+    " single_transformer_blocks.*.attn.to_v single_transformer_blocks.*.proj_mlp",
+    "single_blocks.*.linear2": "single_transformer_blocks.*.proj_out",
+    "single_blocks.*.norm.query_norm": "single_transformer_blocks.*.attn.norm_q",
+    "single_blocks.*.norm.key_norm": "single_transformer_blocks.*.attn.norm_k",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows first .. first + rows of a tensor."""
+
+    name: str
+    first: int
+    rows: int
+
+
+Parts = dict[str, list[Part]]  # for each tensor, the rows of others that make it up, one below the other
+
+
+def whole_parts(table: Shapes, form: str = "{}") -> Parts:
+    """Each tensor of a table of shapes is all of one other. form: the name of that, with {} for this one's."""
+    return {name: [Part(form.format(name), 0, shape[0])] for name, shape in table.items()}
+
+
+def diffusers_parts(model: ModelConfig) -> Parts:
+    """The parameters, made of diffusers' tensors."""
+    return _joined(_pairs(model))
+
+
+def bfl_parts(model: ModelConfig) -> Parts:
+    """diffusers' tensors, made of the parameters."""
+    return _joined((theirs, ours) for ours, theirs in _pairs(model))
+
+
+def _pairs(model: ModelConfig) -> list[tuple[Part, Part]]:
+    """Equal rows: of a parameter, and of a tensor of diffusers."""
+    pairs = []
+    for name, shape in parameter_table(model).items():
+        module, _, kind = name.rpartition(".")
+        block = "".join(re.findall(r"(?<=blocks\.)\d+", module))
+        names = DIFFUSERS[re.sub(r"(?<=blocks\.)\d+", "*", module)].replace("*", block).split()
+        row = 0
+        for number, other in enumerate(names, 1):
+            rows = model.hidden if number < len(names) else shape[0] - row
+            first = 0
+            if other == "norm_out.linear" and row == 0:  # port: BFL shift, scale; diffusers scale, shift
+                first = model.hidden
+            leaf = "weight" if kind == "scale" else kind  # of an RMS norm
+            pairs.append((Part(name, row, rows), Part(f"{other}.{leaf}", first, rows)))
+            row += rows
+    return pairs
+
+
+def _joined(pairs: Iterable[tuple[Part, Part]]) -> Parts:
+    parts: Parts = {}
+    for part, other in sorted(pairs, key=lambda pair: pair[0].first):
+        parts.setdefault(part.name, []).append(other)
+    return parts
+
+
+def diffusers_table(model: ModelConfig) -> Shapes:
+    """diffusers' name -> shape of every parameter."""
+    shapes = parameter_table(model)
+    return {
+        name: (sum(part.rows for part in parts), *shapes[parts[0].name][1:]) for name, parts in bfl_parts(model).items()
+    }
+
+
+def diffusers_config(model: ModelConfig) -> dict:
+    """The architecture as diffusers' config.json states it. Raises: Refusal for numbers that it has no place for."""
+    for key, only in (("mlp_ratio", 4), ("rope_theta", 10_000)):
+        if getattr(model, key) != only:
+            raise Refusal(f"diffusers' FLUX has model.{key}={only} only, these weights have {getattr(model, key)}")
+    return {
+        "_class_name": "FluxTransformer2DModel",
+        "attention_head_dim": model.head_dim,
+        "axes_dims_rope": list(model.rope_axes),
+        "guidance_embeds": False,
+        "in_channels": model.packed_channels,
+        "joint_attention_dim": model.t5_dim,
+        "num_attention_heads": model.heads,
+        "num_layers": model.double_blocks,
+        "num_single_layers": model.single_blocks,
+        "patch_size": 1,
+        "pooled_projection_dim": model.clip_dim,
+    }
+
+
+def require_config(path: Path, want: dict) -> None:
+    """Refuse a config.json of diffusers, where there is one, that states another value. Raises: Refusal.
+
+    Shapes do not show all: a file of other heads or of another scale of latents may fit.
+    """
+    content = read_json(path, "diffusers' config") if path.exists() else {}
+    bad = [f"{key}={content[key]!r}, want {want[key]!r}" for key in want if content.get(key, want[key]) != want[key]]
+    if bad:
+        raise Refusal(f"{path} is another model's: {'; '.join(bad)}; give FLUX.1-schnell's, or the right --config")
+
+
+# Values
 
 
 @dataclass(frozen=True)
 class Source:
-    """The weights of a model in any form, by BFL's names. Nothing is read before it is asked for.
+    """The weights of a model in any form. Nothing is read before it is asked for.
 
-    kind:   "checkpoint", "BFL" or "diffusers".
     stored: rows of a tensor of the files: its name, the first row, how many.
-    parts:  for each parameter, the rows of tensors of the files that make it up, one below the other.
-    info:   what flux_ref wrote of the training: step, samples, name, config, ... If the parameters are an average of
-            weights, also ema: its half-life in samples.
+    parts:  the parameters, made of tensors of the files.
+    info:   what flux_ref wrote of the training: step, samples, name, ... If the parameters are an average of weights,
+            also ema: its half-life in samples.
     """
 
-    kind: str
     where: Path
     stored: Callable[[str, int, int], Tensor]
-    parts: dict[str, list[Part]]
+    parts: Parts
     info: dict
 
     def read(self, name: str, first: int, count: int) -> Tensor:
@@ -47,56 +179,33 @@ class Source:
         pieces = []
         row = 0  # of the parameter, with which the part begins
         for part in self.parts[name]:
-            low = max(first, row)
-            high = min(first + count, row + part.rows)
-            if low < high:
-                pieces.append(self.stored(part.name, part.first + low - row, high - low))
+            low = min(max(first - row, 0), part.rows)
+            high = min(max(first + count - row, 0), part.rows)
+            pieces.append(self.stored(part.name, part.first + low, high - low))
             row += part.rows
-        if not pieces:
-            return self.stored(self.parts[name][0].name, 0, 0)
-        return tensors.finite(torch.cat(pieces) if len(pieces) > 1 else pieces[0], name, self.where)
-
-
-def whole_parts(table: dict[str, tuple[int, ...]], prefix: str = "", suffix: str = "") -> dict[str, list[Part]]:
-    """For each name of a table of shapes, all rows of the tensor prefix + name + suffix."""
-    return {name: [Part(prefix + name + suffix, 0, shape[0])] for name, shape in table.items()}
+        return tensors.finite(torch.cat(pieces), name, self.where)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, or has the name of one."""
-    return (path / checkpoint.MANIFEST).is_file() or (path.is_dir() and bool(checkpoint.NAME.fullmatch(path.name)))
+    return (path / checkpoint.MANIFEST).is_file()
 
 
 def find(path: Path, step: int | None = None) -> Path:
-    """The checkpoint, file or folder that a user means by a path. Raises: Refusal.
+    """The checkpoint, file or folder of files that a user means by a path. Raises: Refusal.
 
     step: the checkpoint of this step of a run. None: the run's newest.
     """
-    if (path / "config.toml").is_file() or checkpoint.folder_of(path).is_dir():  # a run
-        checkpoints = {checkpoint.step_of(folder): folder for folder in checkpoint.list_checkpoints(path)}
-        wanted = max(checkpoints, default=None) if step is None else step
-        if wanted in checkpoints:
-            return checkpoints[wanted]
-        which = "" if step is None else f" of step {step}"
-        steps = ", ".join(map(str, sorted(checkpoints))) or "none"
-        raise Refusal(f"{path} holds no checkpoint{which}; it has {steps}")
-    if step is not None:
-        raise Refusal(f"{path} is not a run, so it has no checkpoint {step}; {REMEDY}")
-    if path.is_file() or is_checkpoint(path):
-        return path
-    if not path.exists():
-        raise Refusal(f"{path} does not exist; {REMEDY}")
-    if (path / "transformer").is_dir():  # of a pipeline, as in FLUX.1-schnell's repository
-        path = path / "transformer"
-    names = sorted(file.name for file in path.iterdir())
-    if "ae.safetensors" in names:
-        raise Refusal(f"{path} has no transformer/; docs/own_pictures.md has what fetches FLUX.1-schnell's")
-    if any(name.endswith(".safetensors") for name in names):
-        return path
-    if pickles := [name for name in names if name.endswith(PICKLES)]:
-        how = "convert it to .safetensors, as diffusers' save_pretrained does"
-        raise Refusal(f"{path / pickles[0]} is a pickle, which could run any code, so it is not opened; {how}")
-    raise Refusal(f"{path} holds no .safetensors file, only {', '.join(names[:3]) or 'nothing'}; {REMEDY}")
+    checkpoints = {checkpoint.step_of(folder): folder for folder in checkpoint.list_checkpoints(path)}
+    wanted = max(checkpoints, default=None) if step is None else step
+    if wanted in checkpoints:
+        return checkpoints[wanted]
+    if step is not None or (path / "config.toml").is_file():  # a run
+        steps = ", ".join(map(str, checkpoints)) or "none"
+        raise Refusal(f"{path} holds no checkpoint{'' if step is None else f' of step {step}'}; it has {steps}")
+    for place in (path / "transformer", path):  # of a pipeline, as in FLUX.1-schnell's repository
+        if place.is_file() or is_checkpoint(place) or any(place.glob("*.safetensors")):
+            return place
+    raise Refusal(f"{path} does not exist or holds no safetensors; {REMEDY}")
 
 
 def config_of(path: Path, given: str | None) -> Config:
@@ -113,46 +222,49 @@ def config_of(path: Path, given: str | None) -> Config:
 def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Source:
     """The weights at a path that `find` returned. averaged: in their place, the average of optim.ema.
 
-    Raises: Refusal that lists what is missing, unexpected or misshaped, or says why there is no average.
+    Raises: Refusal that lists what is missing, unexpected or misshaped, or says that there is no average.
     """
-    if is_checkpoint(path):
-        return _of_checkpoint(Checkpoint(path), model, averaged)
+    own = config_of(path, None)
+    half_life = own.optim.ema if is_checkpoint(path) else 0
+    if averaged and not half_life:
+        rule = "--ema needs a checkpoint of a run with optim.ema above 0, or leave it out"
+        raise Refusal(f"weights {path} hold no average of weights; {rule}")
+    if not is_checkpoint(path):
+        return _of_files(path, model)
+    table = parameter_table(model)
+    tensors.require_fit(parameter_table(own.model), table, f"checkpoint {path}")
+    saved = Checkpoint(path)
     if averaged:
-        rule = "--ema needs a checkpoint of a run with optim.ema above 0"
-        raise Refusal(f"weights {path} hold no average of the weights beside them; {rule}, or leave it out")
+        parts = whole_parts(table, f"optimizer.state.{{}}.{EMA}")
+        return Source(path, saved.read, parts, saved.info | {EMA: half_life})
+    return Source(path, saved.read, whole_parts(table, "model.{}"), saved.info)
+
+
+def _of_files(path: Path, model: ModelConfig) -> Source:
     files, shapes, metadata = headers([path] if path.is_file() else sorted(path.glob("*.safetensors")))
-    if dev := next((name for name in shapes if "guidance_" in name), None):
-        raise Refusal(f"weights {path} hold {dev} of FLUX.1-dev, which is not supported; use FLUX.1-schnell's")
-    info = metadata if metadata.get("trained_by") == TRAINER else {}  # others write anything there
-    for key in COUNTS:
-        count = info.get(key, "0")
-        if not (count.isascii() and count.isdecimal() and len(count) <= 15):  # 2**53 samples have 16 digits
-            raise Refusal(f"weights {path}: its metadata say {key}={count!r}, which is no count; export them again")
-    kind, table = "BFL", parameter_table(model)
+    table = parameter_table(model)
     parts = whole_parts(table)
     if any("transformer_blocks." in name for name in shapes):  # each of diffusers' files has some
-        kind, table = "diffusers", diffusers_names.diffusers_table(model)
-        parts = diffusers_names.diffusers_parts(model)
-        diffusers_names.require_diffusers(model)
-        said = (path if path.is_dir() else path.parent) / "config.json"
-        if path.is_dir() or said.exists():  # a file may be moved without its config
-            diffusers_names.require_config(said, diffusers_names.diffusers_config(model), "give the right --config")
+        require_config((path.parent if path.is_file() else path) / "config.json", diffusers_config(model))
+        table = diffusers_table(model)
+        parts = diffusers_parts(model)
     tensors.require_fit(shapes, table, f"weights {path}")
 
     def stored(name: str, first: int, count: int) -> Tensor:
         return tensors.read_rows(files[name], name, first, count, "weights")
 
-    return Source(kind, path, stored, parts, info)
+    # Others write anything into metadata.
+    return Source(path, stored, parts, metadata if metadata.get("trained_by") == TRAINER else {})
 
 
-def headers(paths: list[Path]) -> tuple[dict[str, Path], dict[str, tuple[int, ...]], dict[str, str]]:
+def headers(paths: list[Path]) -> tuple[dict[str, Path], Shapes, dict[str, str]]:
     """The file and the shape of each tensor of safetensors files, and all their metadata.
 
     Raises: Refusal for a file that is not a whole one or has tensors of another dtype, and for a tensor in two files.
     """
     files: dict[str, Path] = {}
-    shapes = {}
-    metadata = {}
+    shapes: Shapes = {}
+    metadata: dict[str, str] = {}
     for path in paths:
         with tensors.opened(path, "weights") as file:
             metadata |= file.metadata() or {}
@@ -165,23 +277,6 @@ def headers(paths: list[Path]) -> tuple[dict[str, Path], dict[str, tuple[int, ..
                 files[name] = path
                 shapes[name] = tuple(part.get_shape())
     return files, shapes, metadata
-
-
-def _of_checkpoint(saved: Checkpoint, model: ModelConfig, averaged: bool) -> Source:
-    """See open_source."""
-    prefix, suffix = ("optimizer.state.", f".{EMA}") if averaged else ("model.", "")
-    info = saved.info
-    if averaged:
-        half_life = config_file.from_flat(info["name"], info["config"]).optim.ema
-        if not half_life:
-            rule = "--ema needs a run with optim.ema above 0, or leave it out"
-            raise Refusal(f"checkpoint {saved.folder} has optim.ema=0, so it holds no average; {rule}")
-        info = info | {EMA: half_life}
-    parts = whole_parts(parameter_table(model), prefix, suffix)
-    want = {parts[name][0].name: shape for name, shape in parameter_table(model).items()}
-    keys = [key for key in saved.tensors if key.startswith(prefix) and key.endswith(suffix)]
-    tensors.require_fit({key: tuple(saved.tensors[key].shape) for key in keys}, want, f"checkpoint {saved.folder}")
-    return Source("checkpoint", saved.folder, saved.read, parts, info)
 
 
 def load(net: nn.Module, source: Source) -> None:

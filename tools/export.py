@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from flux_ref import diffusers_names, errors, files, weights
+from flux_ref import errors, files, weights
 from flux_ref.config import ModelConfig
-from flux_ref.errors import Options, Refusal
+from flux_ref.errors import Options
 from flux_ref.model import parameter_table
+from flux_ref.optim import EMA
 from flux_ref.progress import progress
-from flux_ref.weights import COUNTS, TRAINER, Source
+from flux_ref.weights import TRAINER, Source
 
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -32,20 +33,19 @@ def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: to
 
     dtype: of the values, rounded to nearest even. Raises: Refusal.
     """
-    if not out.parent.is_dir():
-        raise Refusal(f"{out.parent}, where {out.name} is to appear, is no folder; make it or choose another place")
+    metadata = {"format": "pt"}
+    if source.info:
+        trained = {key: str(source.info[key]) for key in ("name", "step", "samples", EMA) if key in source.info}
+        metadata |= {"trained_by": TRAINER, **trained}
     parts = weights.whole_parts(parameter_table(model))
-    if layout == "diffusers":
-        diffusers_names.require_diffusers(model)
-        parts = diffusers_names.bfl_parts(model)
-    trained = {key: str(source.info[key]) for key in (*COUNTS, "name") if key in source.info}
-    metadata = {"format": "pt", "trained_by": TRAINER, **trained} if trained else {"format": "pt"}
+    out.parent.mkdir(parents=True, exist_ok=True)
     with files.whole(out, is_new=True) as partial:
         file = partial
         if layout == "diffusers":
+            parts = weights.bfl_parts(model)
+            config = weights.diffusers_config(model)
             partial.mkdir()
-            config = json.dumps(diffusers_names.diffusers_config(model), indent=2)
-            files.write_whole(partial / "config.json", config)
+            (partial / "config.json").write_text(json.dumps(config, indent=2))
             file = partial / DIFFUSERS_FILE
         tensors = {}
         for name in progress(parts, desc=out.name, unit=" tensors", leave=False):

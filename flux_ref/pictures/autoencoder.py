@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flux_ref import latents
-from flux_ref.diffusers_names import require_config
 from flux_ref.errors import Refusal, package
+from flux_ref.weights import require_config
 
 FILES = 'ae.safetensors "text_encoder*/*" "tokenizer*/*"'
 FETCH = f"fetch it: hf download black-forest-labs/FLUX.1-schnell {FILES} --local-dir DIR"
@@ -80,7 +80,7 @@ def load(given: Path | str, device: torch.device | str = "cpu", config: dict = F
     except (SafetensorError, OSError) as error:
         raise Refusal(f"autoencoder {path} is damaged or no safetensors file: {error}") from None
     if any(".down_blocks." in name for name in tensors):
-        require_config(path.with_name("config.json"), SCALES, "give FLUX.1-schnell's vae/")
+        require_config(path.with_name("config.json"), SCALES)
     else:
         tensors = _diffusers_names(tensors, config, path)
     want = autoencoder.net.state_dict()

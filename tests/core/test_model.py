@@ -7,21 +7,16 @@ from collections.abc import Callable
 import torch
 from conftest import MICRO
 from diffusers import FluxTransformer2DModel
-from peer_net import (
-    by_name,
-    diffusers_twin,
-    random_inputs,
-    random_net,
-    relative_error,
-    to_diffusers,
-)
+from lively_nets import plain_net
+from peer_net import by_name, diffusers_twin, random_inputs, relative_error, to_diffusers
 from torch import Tensor, nn
 
 from flux_ref import config_file, model
 from flux_ref.config import ModelConfig
 from flux_ref.model import Flux
 
-MICRO_MODEL = config_file.load(MICRO).model
+CFG = config_file.load(MICRO)
+MICRO_MODEL = CFG.model
 
 # How weights start that are neither biases (zeros) nor Xavier-uniform; without the number of their block.
 STARTS = {
@@ -62,19 +57,19 @@ def test_every_parameter_has_a_counterpart_in_diffusers():
     assert (len(table), sum(tensor.numel() for tensor in table.values())) == (776, 11_891_178_560)
     with torch.device("meta"):
         twin = FluxTransformer2DModel()
-    mapped = {name: tuple(tensor.shape) for name, tensor in to_diffusers(table, cfg.hidden).items()}
+    mapped = {name: tuple(tensor.shape) for name, tensor in to_diffusers(table, cfg).items()}
     assert mapped == {name: tuple(parameter.shape) for name, parameter in twin.named_parameters()}
 
 
 def test_micro_model_agrees_with_diffusers():
     """Output, and gradients by every input and every parameter."""
-    net = random_net(MICRO_MODEL)
+    net = plain_net(CFG)
     inputs = random_inputs(MICRO_MODEL)
     twin, twin_forward = diffusers_twin(net)
     ours = output_and_gradients(by_name(net), inputs, dict(net.named_parameters()))
     theirs = output_and_gradients(twin_forward, inputs, dict(twin.named_parameters()))
     parameter_gradients = {name: ours.pop(name) for name, _ in net.named_parameters()}
-    assert_parity(ours | to_diffusers(parameter_gradients, MICRO_MODEL.hidden), theirs)
+    assert_parity(ours | to_diffusers(parameter_gradients, MICRO_MODEL), theirs)
 
 
 def test_rope_turns_neighbours_in_fp32():
@@ -117,7 +112,7 @@ def test_rope_time_and_norms_stay_fp32_in_a_bf16_net(monkeypatch):
     for name in ("apply_rope", "time_waves"):
         monkeypatch.setattr(model, name, record(name, getattr(model, name)))
     monkeypatch.setattr(model.RMSNorm, "forward", record("norm", model.RMSNorm.forward))
-    net = bf16_parameters(random_net(MICRO_MODEL))
+    net = bf16_parameters(plain_net(CFG))
     inputs = random_inputs(MICRO_MODEL)
     out = net(*(inputs[name].bfloat16() for name in ("img", "txt", "clip")), inputs["t"])
     assert out.dtype == torch.bfloat16
@@ -150,9 +145,9 @@ def test_modulate_reduces_in_fp32_with_eps_1e_6():
         torch.testing.assert_close(shifted.double(), 4 * normed + 2, rtol=2 * rtol, atol=8 * rtol)
 
 
-def initialised(cfg: ModelConfig) -> Flux:
+def initialised() -> Flux:
     """A random net whose parameters are zero where `initial` says so."""
-    net = random_net(cfg)
+    net = plain_net(CFG)
     for name, parameter in net.named_parameters():
         if model.initial(name, tuple(parameter.shape))[0] == "zeros":
             nn.init.zeros_(parameter)
@@ -161,7 +156,7 @@ def initialised(cfg: ModelConfig) -> Flux:
 
 def test_blocks_are_the_identity_and_the_output_is_zero_at_the_start():
     """Zero gates: the streams leave every block as they came, whatever the conditioning."""
-    net, inputs = initialised(MICRO_MODEL), random_inputs(MICRO_MODEL)
+    net, inputs = initialised(), random_inputs(MICRO_MODEL)
     assert torch.equal(by_name(net)(**inputs), torch.zeros_like(inputs["img"]))
     generator = torch.Generator().manual_seed(0)
     shapes = ((MICRO_MODEL.image_tokens, 24), (MICRO_MODEL.text_tokens, 24), (24,))

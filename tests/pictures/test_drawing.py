@@ -11,7 +11,8 @@ import pytest
 import torch
 from conftest import MICRO, ROOT
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
-from peer_net import diffusers_twin, random_net
+from lively_nets import plain_net
+from peer_net import diffusers_twin
 from peer_vae import SMALL, bfl_tensors, lively_net
 from PIL import Image
 from safetensors.torch import save_file
@@ -36,7 +37,7 @@ def save_repository(folder: Path) -> Path:
         tokenizer=AutoTokenizer.from_pretrained(folder / "clip" / "tokenizer", model_max_length=77),
         text_encoder_2=T5EncoderModel.from_pretrained(t5),
         tokenizer_2=AutoTokenizer.from_pretrained(t5),
-        transformer=diffusers_twin(random_net(MODEL))[0],
+        transformer=diffusers_twin(plain_net(config_file.load(MICRO)))[0],
     )
     pipeline.save_pretrained(folder / "public")
     save_file(bfl_tensors(net), folder / "public" / "ae.safetensors")

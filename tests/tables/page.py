@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
-from flux_ref import config_file, diffusers_names
+from flux_ref import config_file, weights
 from flux_ref.benchmark.closed import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import KEYS, Config
@@ -69,7 +69,7 @@ def shapes() -> str:
 def parameters() -> str:
     """Every parameter. A row stands for the parameters of one name in all blocks of a kind."""
     shapes = parameter_table(BENCHMARK.model)
-    parts = diffusers_names.diffusers_parts(BENCHMARK.model)
+    parts = weights.diffusers_parts(BENCHMARK.model)
     total = sum(map(prod, shapes.values()))
     decay = BENCHMARK.optim.weight_decay
     counts = Counter(map(_fold, shapes))
