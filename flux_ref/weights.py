@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flux_ref import checkpoint, config_file, ranks, tensors
 from flux_ref.checkpoint import Checkpoint
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
 from flux_ref.files import read_json
-from flux_ref.model import parameter_table
+from flux_ref.model import Flux, parameter_table
 from flux_ref.optim import EMA
 from flux_ref.sharding import local_rows, named_parameters
 
@@ -279,7 +279,7 @@ def headers(paths: list[Path]) -> tuple[dict[str, Path], Shapes, dict[str, str]]
     return files, shapes, metadata
 
 
-def load(net: nn.Module, source: Source) -> None:
+def load(net: Flux, source: Source) -> None:
     """Fill a sharded net. Every rank reads only its own rows. Raises: Refusal."""
     with torch.no_grad():
         for name, parameter in named_parameters(net).items():
@@ -287,7 +287,7 @@ def load(net: nn.Module, source: Source) -> None:
             local.copy_(source.read(name, first, len(local)))
 
 
-def load_everywhere(net: nn.Module, given: Path, model: ModelConfig) -> None:
+def load_everywhere(net: Flux, given: Path, model: ModelConfig) -> None:
     """Fill a sharded net on all ranks from a path that a user gave. Collective. Raises: Refusal."""
     path = None
     with ranks.agreed():
