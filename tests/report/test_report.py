@@ -12,7 +12,6 @@ import made_logs
 import pytest
 import yaml
 from conftest import MICRO
-from mlperf_logging.compliance_checker import mlp_compliance
 from mlperf_logging.rcp_checker import rcp_checker
 from mlperf_logging.result_summarizer.result_summarizer import _compute_strong_score_standalone
 
@@ -52,8 +51,6 @@ def test_a_valid_system_scores_as_mlperf_logging_says(results, tmp_path, monkeyp
     ruleset = "5.1.0"  # the other tests take the default
     root = logging.getLogger()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(root, "level", logging.ERROR)
-    monkeypatch.setattr(mlp_compliance, "enqueued_configs", ["left behind by another check"])
     before = [*root.handlers], root.level, sorted(tmp_path.rglob("*"))
     system = judged(results, ruleset)
     assert ([*root.handlers], root.level, sorted(tmp_path.rglob("*"))) == before
@@ -66,28 +63,19 @@ def test_a_valid_system_scores_as_mlperf_logging_says(results, tmp_path, monkeyp
     assert [run.samples for run in system.runs] == samples
     means = system.olympic_mean_minutes, system.samples_to_converge
     assert means == pytest.approx((minutes, sum(sorted(samples)[1:-1]) / 8))
-    passed, message, factor = rcp_checker.check_directory(
-        str(results), "training", ruleset, False, False, rcp_pass="pruned_rcps", set_scaling=True
-    )
-    check = system.convergence
-    assert (check.passed, check.message, check.factor) == (passed, message, factor)
 
 
-def test_rates_by_closed_form_from_one_rank_and_the_timed_part(tmp_path):
-    """300 s of initialisation, 2,000 samples/s, 6.4 s per evaluation; a warm-up and a second rank change nothing."""
+def test_rates_come_from_the_timed_part(tmp_path):
+    """300 s of initialisation; a warm-up before the run and a second rank change nothing."""
     lines = made_logs.lines(evaluations=20, rate=2000)
     start = next(i for i, line in enumerate(lines) if "run_start" in line)
-    evaluation = lines[start + 3 : start + 6]
-    warm = [line.replace('"value": 0.', '"value": 0.0') for line in evaluation]
-    for i, made in enumerate(
-        (lines, [*lines[:start], *warm, *lines[start:]], [*lines, lines[-1].replace(" 0:", " 1:")])
-    ):
+    warm = [line.replace('"value": 0.', '"value": 0.0') for line in lines[start + 3 : start + 6]]
+    early = [line.replace('"time_ms": 1', '"time_ms": 0.1') for line in warm]
+    for i, made in enumerate(([*lines[:start], *early, *lines[start:]], [*lines, lines[-1].replace(" 0:", " 1:")])):
         (run,) = judged(made_logs.write(tmp_path / str(i) / "result_0.txt", made).parent).runs
         assert run.faults == [] and len(run.val_curve) == 20
         assert run.samples == 20 * made_logs.INTERVAL
-        assert run.samples_per_s == pytest.approx(run.samples / run.minutes / 60)
-        assert run.training_samples_per_s == pytest.approx(run.samples / (60 * run.minutes - 20 * 6.4))
-        assert run.training_samples_per_s == pytest.approx(2000, rel=0.01)
+        assert run.samples / run.samples_per_s == pytest.approx(run.samples / 2000 + 20 * 6.4, rel=0.01)
 
 
 def test_a_resumed_run_shows_all_its_losses_and_no_time(tmp_path):
@@ -104,16 +92,14 @@ def test_a_resumed_run_shows_all_its_losses_and_no_time(tmp_path):
 # What is done to one log, and what the report must say.
 BROKEN = [
     (r'.*"key": "opt_name".*\n', "", "Required EXACTLY_ONE occurrence of 'opt_name' but found 0"),
-    ('"opt_name", "value": "adamw"', '"opt_name", "value": "lion"', "opt_name"),
     ("0.5855", "0.5865", "Failed checks for eval_accuracy"),
     ('"status": "success"', '"status": "aborted", "reason": "sad"', "run_stop has status 'aborted': sad"),
     (r'.*"key": "run_stop".*\n', "", "run_stop is missing"),
     (r'.*"key": "run_start".*\n', "", "run_start is missing"),
-    (r'(?s)(.*"run_stop".*)"time_ms": 1', r'\1"time_ms": 0.1', "not later than run_start"),
+    (r'(?s)(.*"run_stop".*)"time_ms": 1', r'\1"time_ms": 0.1', "no loss between run_start and run_stop"),
     ('"value": "flux1"', '"value": "bert"', "submission_benchmark is 'bert'"),
     (r"\}\n done", "", "Log lines had parsing errors"),
     ('"metadata"', '"meta"', "the official compliance checker stopped: KeyError"),
-    ('"opt_adamw_beta_1", "value": 0.9', '"opt_adamw_beta_1", "value": 0.8', "opt_adamw_beta_1"),
 ]
 
 
@@ -145,11 +131,10 @@ def test_one_run_may_fail_and_counts_as_the_worst(results):
 def test_runs_that_do_not_belong_together(tmp_path):
     """No mean is made of them."""
     made_logs.system(tmp_path, 3)
-    assert judged(tmp_path).reasons == ["3 runs; the rules ask for 10"]
+    assert judged(tmp_path).reasons == ["3 of the 10 runs that the rules ask for"]
     for values, says in (
         ({"seed": 101}, "seeds: Result file result_3.txt logs seed 101 on"),
         ({"submission_division": "open"}, "mixed submission_division: closed, open"),
-        ({"batch": 2048}, "mixed global_batch_size: 1024, 2048"),
     ):
         made_logs.write(tmp_path / "result_3.txt", made_logs.lines(**({"seed": 7, "evaluations": 30} | values)))
         system = judged(tmp_path)
@@ -189,39 +174,30 @@ def test_no_rule_file_named_by_a_log_is_run(tmp_path, monkeypatch):
     assert (tmp_path / "sprung").exists()  # the trap is one
 
 
-def own_run(folder, seed, **changes):
-    """A run folder as train.py leaves it."""
-    folder.mkdir(parents=True)
-    cfg = config_file.replace(config_file.load(MICRO, [f"--run.dir={folder}", f"--train.seed={seed}"]), **changes)
-    (folder / "config.toml").write_text(config_file.dump(cfg))
-    (folder / "environment.json").write_text('{"ranks": 2, "device": "cpu"}')
-    made_logs.ours(folder / "result_0.txt", cfg, (0.5,), (100, 10))
-
-
-def test_which_files_are_a_system(tmp_path):
+def test_which_files_are_a_system(tmp_path, monkeypatch):
     """Foreign ones share a folder. Our runs lie side by side and are equal but for the seed. A copy counts once."""
-    folder = tmp_path / "A/results/one/flux1"
+    monkeypatch.chdir(tmp_path)
     for i in (10, 9, 2):
-        made_logs.write(folder / f"result_{i}.txt", made_logs.lines(i, evaluations=1))
-    (tmp_path / "A/systems").mkdir()
-    described = {"number_of_nodes": "18", "accelerators_per_node": 4, "accelerator_model_name": "GB200"}
-    (tmp_path / "A/systems/one.json").write_text(json.dumps(described))
-    for i in range(2):
-        own_run(tmp_path / f"runs/run_{i}", i)
-        shutil.copy(tmp_path / f"runs/run_{i}/result_0.txt", tmp_path / f"runs/result_{i}.txt")
-    own_run(tmp_path / "runs/other", 0, train__global_batch=24)
-    systems = result_log.find([tmp_path, tmp_path / "A", folder / "result_9.txt"])
-    found = {name: [str(path.relative_to(tmp_path)) for path in paths] for name, paths in systems}
+        made_logs.write(Path(f"A/result_{i}.txt"), made_logs.lines(i, evaluations=1))
+    for name, seed, batch in (("run_0", 0, 12), ("run_1", 1, 12), ("other", 0, 24)):
+        folder = Path("runs", name)
+        folder.mkdir(parents=True)
+        cfg = config_file.load(MICRO, [f"--run.dir={folder}", f"--train.seed={seed}", f"--train.global_batch={batch}"])
+        made_logs.ours(folder / "result_0.txt", cfg, (0.5,), (100, 10))
+        (folder / "config.toml").write_text(config_file.dump(cfg))
+        (folder / "environment.json").write_text('{"ranks": 2, "device": "cpu"}')
+        if name != "other":
+            shutil.copy(folder / "result_0.txt", f"runs/result_{seed}.txt")
+    systems = dict(result_log.find([Path("."), Path("A"), Path("A/result_9.txt")]))
+    found = {name: [str(path.relative_to(tmp_path)) for path in paths] for name, paths in systems.items()}
     assert found == {
-        "A/results/one/flux1": [f"A/results/one/flux1/result_{i}.txt" for i in (2, 9, 10)],
+        "A": [f"A/result_{i}.txt" for i in (2, 9, 10)],
         "runs": ["runs/run_0/result_0.txt", "runs/run_1/result_0.txt"],
         "runs/other": ["runs/other/result_0.txt"],
     }
-    paths = dict(systems)["runs"]
-    assert [result_log.machine(path) for path in (systems[0][1][0], paths[0])] == [(72, "GB200"), (2, "cpu")]
-    names = [log.name for log in result_log.read(paths, MllogConfig.ruleset)]
-    assert names == ["run_0/result_0.txt", "run_1/result_0.txt"]
-    assert result_log.machine(made_logs.write(tmp_path / "result_0.txt", [])) == (None, "device")
+    system = score.judge("runs", systems["runs"], MllogConfig.ruleset)
+    assert [run.name for run in system.runs] == ["run_0/result_0.txt", "run_1/result_0.txt"]
+    assert (system.devices, system.device) == (2, "cpu")
 
 
 def test_refusals(capsys, tmp_path, results, monkeypatch):
@@ -230,18 +206,15 @@ def test_refusals(capsys, tmp_path, results, monkeypatch):
     for folder in ("empty", "locked", "piped", "folders/result_0.txt"):
         Path(folder).mkdir(parents=True)
     os.mkfifo("piped/result_0.txt")
-    Path("other").write_text('{"a": {"Benchmark": "bert"}}')
     real = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: real(path if "locked" not in str(path) else "/locked"))
     cases = [
-        (["empty", "--points=other"], "other is no file of ref"),  # before the first log is read
-        ([results, "--points=x"], "reference points x: No such file"),
+        ([results, "--points=x"], "x: No such file"),
         (["nothing"], "nothing: No such file"),
         (["empty"], "empty holds no result_*.txt"),
         (["."], "locked: No such file"),
         (["piped"], "log piped/result_0.txt is not a regular file"),
         (["folders"], "log folders/result_0.txt: Is a directory"),
-        ([results, "--out=other/sub"], "other/sub: Not a directory"),
         ([results, "--out=none"], "pip install matplotlib"),
     ]
     for args, says in cases:
@@ -262,7 +235,7 @@ def test_the_page_and_the_figures(capsys, tmp_path):
     out = tmp_path / "out"
     assert report.main([str(folder), f"--out={out}", f"--json={out}/figures.json"]) == report.INVALID
     text, content = capsys.readouterr().out, (out / "report.html").read_text(encoding="utf-8")
-    assert "\x1b" not in text and "$x_2$" in content and "2 runs; the rules ask for 10" in content
+    assert "\x1b" not in text and "$x_2$" in content and "2 of the 10 runs" in content
     assert "<svg" in content and not re.search("<(script|img|link|iframe|object|b)\\b", content)
     first, _ = json.loads((out / "figures.json").read_text())["systems"]
     assert first["runs"][0]["minutes"] > 90 and first["convergence"]["passed"] is None

@@ -16,8 +16,8 @@ from flux_ref import errors
 from flux_ref.config import KEYS, MllogConfig
 from flux_ref.errors import Options, package, printable
 from flux_ref.files import write_whole
-from tools.report import official, result_log, score, words
-from tools.shared.json_option import give, json_option, text_beside
+from tools.report import page, result_log, score, words
+from tools.shared.json_option import json_option, show
 
 INVALID = 1  # exit code
 
@@ -37,28 +37,17 @@ def run(argv: list[str]) -> int:
     if args.out:
         package("matplotlib", "--out")
         args.out.mkdir(parents=True, exist_ok=True)
-    if args.points:
-        official.require_points(args.points)
     rules = {
         "ruleset": args.ruleset,
         "mlperf_logging": version("mlperf-logging"),
         "points": str(args.points or "official"),
     }
-    basis = f"ruleset {args.ruleset}, mlperf-logging {rules['mlperf_logging']}, reference points: {rules['points']}"
-    systems = []
-    with text_beside(args.json):
-        print(basis)
-        for name, files in result_log.find(args.paths):
-            systems.append(score.judge(name, files, args.ruleset, args.points))
-            print(f"\n{words.describe(systems[-1])}", flush=True)
-        if len(systems) > 1:
-            print("", *words.table([words.overview(system) for system in systems]), sep="\n")
-        if args.out:
-            from tools.report import page  # brings matplotlib
-
-            write_whole(args.out / "report.html", page.page(systems, basis))
-            print(f"\npage: {printable(args.out / 'report.html')}")
-    give(rules | {"systems": [asdict(system) for system in systems]}, args.json)  # an unknown value is null
+    systems = [score.judge(name, files, args.ruleset, args.points) for name, files in result_log.find(args.paths)]
+    text = ", ".join(f"{name} {value}" for name, value in rules.items()) + f"\n\n{words.describe(systems)}"
+    if args.out:
+        write_whole(args.out / "report.html", page.page(systems, text))
+        text += f"\n\npage: {printable(args.out / 'report.html')}"
+    show(text, rules | {"systems": [asdict(system) for system in systems]}, args.json)  # an unknown value is null
     return INVALID if any(system.reasons for system in systems) else 0
 
 

@@ -7,55 +7,32 @@ import html
 import io
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
-
-import matplotlib
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from typing import Any
 
 from flux_ref.benchmark import convergence
 from flux_ref.config import EvalConfig
-from flux_ref.errors import printable
+from flux_ref.errors import package
 from flux_ref.loss_chart import span
-from tools.report import words
 from tools.report.result_log import number
 from tools.report.score import System
 
-matplotlib.rcParams.update(
-    {"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False, "axes.grid": True}
-)
+Figure = Any  # of matplotlib
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False, "axes.grid": True}
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1"><title>FLUX.1 training benchmark</title><style>
-div{overflow-x:auto}pre{white-space:pre-wrap}
+div{overflow-x:auto}pre{white-space:pre-wrap;font-size:13px}
 body{max-width:940px;margin:0 auto;padding:28px 20px;font:15px/1.5 system-ui,sans-serif;overflow-wrap:anywhere}
-table{border-collapse:collapse;font-size:14px}pre{font-size:13px}
-th,td{padding:6px 10px 6px 0;border-bottom:1px solid #888;text-align:left;vertical-align:top;min-width:6em}
 svg{display:block;width:100%;min-width:600px;height:auto}
 </style></head><body><h1>FLUX.1 training benchmark</h1>"""
+CAPTION = """<p>Validation losses: a line for each run, dotted if the run does not count. Grey: the lowest, median and
+highest loss of the public runs of MLPerf v5.1, which lie about 0.001 too high.</p>"""
 
 
-CAPTION = """Validation losses: a line for each run, dotted if the run does not count. Grey: the lowest, median and
-highest loss of the public runs of MLPerf v5.1, which lie about 0.001 too high."""
-
-
-def page(systems: list[System], basis: str) -> str:
-    """The whole document. basis: the rules that the verdicts rest on, in words."""
-    rows = [words.overview(system) | {"verdict": system.verdict} for system in systems]
-    parts = [HEAD, f"<p>{_safe(basis)}</p>", _table([rows[0], *(row.values() for row in rows)]), f"<p>{CAPTION}</p>"]
-    parts += [f"<div>{svg(figure)}</div>" for figure in charts(systems)]
-    parts += [f"<pre>{_safe(words.describe(system))}</pre>" for system in systems]
-    return f"{''.join(parts)}</body></html>\n"
-
-
-def _safe(text: str) -> str:
-    """Any text, made safe for HTML."""
-    return html.escape("\n".join(map(printable, text.split("\n"))))
-
-
-def _table(rows: list[Iterable[str]]) -> str:
-    """The first row holds the headings."""
-    cells = [[f"<{'td' if i else 'th'}>{_safe(value)}" for value in row] for i, row in enumerate(rows)]
-    return f"<div><table><tr>{'<tr>'.join(map(''.join, cells))}</table></div>"
+def page(systems: list[System], text: str) -> str:
+    """The whole document: charts, and what the terminal shows."""
+    with package("matplotlib", "--out").rc_context(STYLE):
+        drawn = "".join(f"<div>{svg(figure)}</div>" for figure in charts(systems))
+    return f"{HEAD}{CAPTION}{drawn}<pre>{html.escape(text)}</pre></body></html>\n"
 
 
 def charts(systems: list[System]) -> list[Figure]:
@@ -69,16 +46,17 @@ def charts(systems: list[System]) -> list[Figure]:
 
 def losses(batch: int, systems: list[System]) -> Figure:
     """Validation losses of every run of a global batch, beside the target and the band of public runs."""
-    figure = Figure((8.6, 4.6), layout="constrained")  # inches
-    axes = figure.add_subplot(xlabel="training samples", title=f"global batch {batch:,}")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    curves = [run.val_curve for system in systems for run in system.runs if run.val_curve]
+    figure = package("matplotlib.figure", "--out").Figure((8.6, 4.6), layout="constrained")  # inches
+    axes = figure.add_subplot(xlabel="million training samples", title=f"global batch {batch:,}")
+    axes.xaxis.set_major_formatter(lambda samples, _: f"{samples / 1e6:g}")
+    shown = []
     for place, system in enumerate(systems):
         label = f" {system.name[-60:]}"  # one that begins with "_" would be left out
         for run in system.runs:
             if run.val_curve:
                 axes.plot(*zip(*run.val_curve), "x:" if run.faults else ".-", color=f"C{place}", label=label)
-                label = None
+                label = ""
+                shown.append(run.val_curve)
     target = number(systems[0].value("target_accuracy")) or 0.0
     axes.axhline(target, color="red", linestyle="--", label=f"target {target:g}")
     band = convergence.public_band(batch) if target == EvalConfig.target else []
@@ -86,8 +64,8 @@ def losses(batch: int, systems: list[System]) -> Figure:
         samples, low, median, high = zip(*band)
         axes.plot(samples, median, color="grey", label="public runs")
         axes.fill_between(samples, low, high, color="grey", alpha=0.25)
-        curves += [[*zip(samples, low)], [*zip(samples, high)]]
-    axes.set_ylim(*span(curves, target))
+        shown += [[*zip(samples, low)], [*zip(samples, high)]]
+    axes.set_ylim(*span(shown, target))
     axes.legend()
     return figure
 

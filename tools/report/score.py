@@ -4,23 +4,30 @@ Source: MLPerf's training rules and mlperf-logging's result_summarizer.
 """
 
 import statistics
-import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from flux_ref.benchmark import closed
 from flux_ref.benchmark.mllog import RESUMED
+from flux_ref.files import read_json
 from tools.report import official, result_log
 from tools.report.official import Convergence
 from tools.report.result_log import ResultLog, number
 
 RUNS = 10  # of a submission; the mean leaves out the best and the worst
-INVALID, VALID, PASSING_REHEARSAL = "not a valid result", "valid result", f"passes the checks as a {closed.REHEARSAL}"
-# Settings that all runs of a system must share.
-SHARED = (
-    *("submission_org", "submission_platform", "submission_division", "submission_benchmark", "global_batch_size"),
-    *("opt_base_learning_rate", "opt_learning_rate_warmup_steps", "gradient_accumulation_steps"),
+INVALID = "not a valid result"
+VALID = "valid result"
+PASSING_REHEARSAL = f"passes the checks as a {closed.REHEARSAL}"
+SHARED = (  # settings that all runs of a system must share
+    "submission_org",
+    "submission_platform",
+    "submission_division",
+    "submission_benchmark",
+    "global_batch_size",
+    "opt_base_learning_rate",
+    "opt_learning_rate_warmup_steps",
+    "gradient_accumulation_steps",
 )
 SETTINGS = (*SHARED, "target_accuracy", "seed", closed.REHEARSED)
 
@@ -31,13 +38,12 @@ class Run:
 
     name: str
     file: str
-    settings: dict[str, object]  # by key, those of SETTINGS that the log has
+    settings: dict[str, Any]  # by key, those of SETTINGS that the log has
     faults: list[str]  # why the run does not count; empty if it counts
     val_curve: list[tuple[float, float]] = field(default_factory=list)  # (samples, loss)
     samples: float | None = None  # at the last evaluation, as in the convergence checker
     minutes: float | None = None  # from run_start to run_stop
-    samples_per_s: float | None = None
-    training_samples_per_s: float | None = None  # without the time of evaluations
+    samples_per_s: float | None = None  # with the time of evaluations
 
 
 @dataclass
@@ -48,61 +54,52 @@ class System:
     runs: list[Run]
     devices: int | None
     device: str  # their model
-    seeds: list[str]  # complaints
     convergence: Convergence | None  # None: the open division has no such check
+    reasons: list[str]  # why it is no valid result; empty for a valid one
     verdict: str = INVALID
-    reasons: list[str] = field(default_factory=list)  # why it is no valid result; empty for a valid one
     samples_to_converge: float | None = None  # the olympic mean of ten runs; the plain mean of another number of runs
     samples_per_s: float | None = None  # the mean over the runs that count
     olympic_mean_minutes: float | None = None  # not normalised
     score_minutes: float | None = None  # the official result: the olympic mean times the checker's factor
 
-    def value(self, key: str) -> object:
+    def value(self, key: str) -> Any:
         """The first value that any run gives for one of SETTINGS."""
         return next((run.settings[key] for run in self.runs if key in run.settings), None)
 
 
 def measure(log: ResultLog, complaints: list[str]) -> Run:
     """The figures of one log. complaints: of the compliance checker; what else contradicts a timed run is added."""
+    start = log.first("run_start")
+    stop = log.first("run_stop")  # other ranks may repeat it
     settings = {key: value for key in SETTINGS if (value := log.value(key)) is not None}
-    run = Run(log.name, str(log.path), settings, [*_departures(log), *complaints])
-    stop = next(iter(log.all("run_stop")), None)  # other ranks may repeat it
-    starts = [event for event in log.all("run_start") if not stop or event.place < stop.place]
-    inside = log.events
-    if not starts or not stop:
-        missing = "run_stop" if starts else "run_start"
-        run.faults.insert(0, f"{missing} is missing: the run was cut off or still goes on")
-    elif not any(str(event.value).startswith(RESUMED) for event in log.all("disqualified")):
-        inside = log.events[starts[-1].place : stop.place]
-        run.minutes = (stop.time_ms - starts[-1].time_ms) / 60 / 1000  # rounded as in the official summarizer
-        if run.minutes <= 0 or log.all("run_start")[-1].time_ms > stop.time_ms:
-            run.faults.append("run_stop is not later than run_start: two runs in one file, or a clock that was set")
+    run = Run(log.name, str(log.path), settings, [])
     if stop and stop.metadata.get("status") != "success":
-        reason = textwrap.shorten(str(stop.metadata.get("reason", "")), 300)
-        run.faults.insert(0, f"run_stop has status {stop.metadata.get('status')!r}: {reason}")
-    losses: dict[float, float] = {}
-    for event in inside:
-        samples = number(event.metadata.get("samples_count"))
-        loss = number(event.value)
-        if event.key == "eval_accuracy" and samples is not None and loss is not None:
-            losses[samples] = loss  # several ranks may write it
-    run.val_curve = sorted(losses.items())
-    if losses:
-        run.samples = max(losses)
-    if run.samples and run.minutes:
-        begins, ends = ([event.time_ms for event in inside if event.key == key] for key in ("eval_start", "eval_stop"))
-        evaluation_s = sum(end - begin for begin, end in zip(begins, ends)) / 1000
-        run.samples_per_s = run.samples / (60 * run.minutes)
-        run.training_samples_per_s = run.samples / (60 * run.minutes - evaluation_s)
-    return run
-
-
-def _departures(log: ResultLog) -> Iterator[str]:
-    """What the log itself says against the run, and its values that the closed division forbids."""
-    yield from dict.fromkeys(str(event.value)[:200] for event in log.all("disqualified"))
+        run.faults.append(f"run_stop has status {stop.metadata.get('status')!r}: {stop.metadata.get('reason')}"[:300])
+    timed = log.events
+    disqualified = dict.fromkeys(str(event.value)[:200] for event in log.all("disqualified"))
+    if not start or not stop:
+        missing = "run_stop" if start else "run_start"
+        run.faults.append(f"{missing} is missing: the run was cut off or still goes on")
+    elif not any(text.startswith(RESUMED) for text in disqualified):  # the parts of a run have no common clock
+        run.minutes = (stop.time_ms - start.time_ms) / 60 / 1000  # rounded as in the official summarizer
+        timed = [event for event in timed if start.time_ms <= event.time_ms <= stop.time_ms]
+    run.faults += [*disqualified, *complaints]
     if log.value("submission_division") == "closed":
         found = {key: log.value(closed.OFFICIAL.get(key, key)) for key in closed.FIXED}
-        yield from closed.judge(found, bool(log.value(closed.REHEARSED)))
+        run.faults += closed.judge(found, bool(log.value(closed.REHEARSED)))
+    losses = {}
+    for event in timed:
+        samples = number(event.metadata.get("samples_count"))
+        loss = number(event.value)
+        if event.key == "eval_accuracy" and samples and loss:
+            losses[samples] = loss  # several ranks may write it
+    run.val_curve = sorted(losses.items())
+    run.samples = max(losses, default=None)
+    if run.samples and run.minutes:
+        run.samples_per_s = run.samples / (60 * run.minutes)
+    elif not run.faults:
+        run.faults.append("no loss between run_start and run_stop; was the clock set?")
+    return run
 
 
 def olympic_mean(values: list[float]) -> float:
@@ -115,16 +112,27 @@ def judge(name: str, paths: list[Path], ruleset: str, points: Path | None = None
     logs = result_log.read(paths, ruleset)
     complaints, seeds, convergence = official.check(logs, ruleset, points)
     runs = [measure(log, faults) for log, faults in zip(logs, complaints)]
-    system = System(name, runs, *result_log.machine(paths[0]), seeds, convergence)
-    counted = [run for run in runs if run.samples and run.minutes and run.samples_per_s and not run.faults]
-    mixtures = list(_mixtures(runs))
+    described = paths[0].with_name("environment.json")  # our own runs have it
+    machine = read_json(described, "description of a machine") if described.exists() else {}
+    mixtures = _mixtures(runs)
+    system = System(name, runs, machine.get("ranks"), machine.get("device", "device"), convergence, mixtures)
+    counted = [run for run in runs if run.samples_per_s and not run.faults]
     if counted and not mixtures:
         is_whole = len(runs) == RUNS and len(counted) >= RUNS - 1
         mean = olympic_mean if is_whole else statistics.fmean
-        system.samples_to_converge = mean([run.samples for run in counted])
-        system.samples_per_s = statistics.fmean(run.samples_per_s for run in counted)
-        system.olympic_mean_minutes = mean([run.minutes for run in counted]) if is_whole else None
-    system.reasons = [*mixtures, *_reasons(system)]
+        system.samples_to_converge = mean([run.samples or 0.0 for run in counted])
+        system.samples_per_s = statistics.fmean(run.samples_per_s or 0.0 for run in counted)
+        system.olympic_mean_minutes = mean([run.minutes or 0.0 for run in counted]) if is_whole else None
+    failed = [run for run in runs if run.faults]
+    if len(runs) != RUNS:
+        system.reasons.append(f"{len(runs)} of the {RUNS} runs that the rules ask for")
+    if len(failed) > 1 or len(failed) == len(runs):
+        system.reasons.append(f"{len(failed)} failed runs, at most 1 may; {failed[0].name}: {failed[0].faults[0]}")
+    system.reasons += [f"seeds: {text}" for text in seeds]
+    if convergence and convergence.passed is False:
+        here = f"{text(system.samples_to_converge)} samples to the target"
+        least = f"accepted from {text(convergence.least_mean)}"
+        system.reasons.append(f"convergence: {convergence.message}; {here}, {least}")
     if not system.reasons:
         system.verdict = PASSING_REHEARSAL if system.value(closed.REHEARSED) else VALID
     if system.verdict == VALID and system.olympic_mean_minutes:
@@ -132,23 +140,15 @@ def judge(name: str, paths: list[Path], ruleset: str, points: Path | None = None
     return system
 
 
-def _reasons(system: System) -> Iterator[str]:
-    """Why a system is no valid result, apart from mixtures; the gravest first."""
-    failed = [run for run in system.runs if run.faults]
-    if (count := len(system.runs)) != RUNS:
-        yield f"{count} run{'s' if count > 1 else ''}; the rules ask for {RUNS}"
-    if len(failed) > 1 or len(failed) == count:
-        yield f"{len(failed)} failed runs, at most 1 may; {failed[0].name}: {failed[0].faults[0]}"
-    for text in system.seeds:
-        yield f"seeds: {text}"
-    if (check := system.convergence) and check.passed is False:
-        here, least = system.samples_to_converge, check.least_mean
-        numbers = f"; {here:,.0f} samples to the target, accepted from {least:,.0f}" if here and least else ""
-        yield f"convergence: {check.message}{numbers}"
+def text(value: Any, form: str = ",.0f") -> str:
+    """A figure as text; "-" for an unknown one."""
+    return "-" if value is None else format(value, form)
 
 
-def _mixtures(runs: list[Run]) -> Iterator[str]:
+def _mixtures(runs: list[Run]) -> list[str]:
+    found = []
     for key in SHARED:
         values = sorted({str(run.settings[key])[:60] for run in runs if key in run.settings})
         if len(values) > 1:
-            yield f"mixed {key}: {', '.join(values)}; give each system a folder of its own"
+            found.append(f"mixed {key}: {', '.join(values)}; give each system a folder of its own")
+    return found
