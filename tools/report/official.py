@@ -6,6 +6,7 @@ they get links to the logs in a folder of their own, and what they say becomes l
 
 import io
 import logging
+import math
 import sys
 import tempfile
 import textwrap
@@ -30,13 +31,13 @@ SAFE = {"submission_division": ("closed", "open"), "submission_benchmark": ("flu
 
 @dataclass
 class Convergence:
-    """The verdict of the convergence checker. passed: None if it did not judge; means in samples, None if unknown."""
+    """The verdict of the convergence checker. passed: None if it did not judge; means in samples, NaN if unknown."""
 
     passed: bool | None
     message: str
     factor: float = 1.0  # of the time
-    reference_mean: float | None = None
-    least_mean: float | None = None
+    reference_mean: float = math.nan
+    least_mean: float = math.nan
 
 
 def check(
@@ -105,7 +106,9 @@ def _convergence(folder: str, ruleset: str, points: io.StringIO | None) -> Conve
     passed, message, factor = answer
     for record in told:
         if record.msg == " RCP Record: %s" and isinstance(record.args, dict):
-            return Convergence(passed, message, factor, number(record.args["RCP Mean"]), number(record.args["Min Epochs"]))
+            return Convergence(
+                passed, message, factor, number(record.args["RCP Mean"]), number(record.args["Min Epochs"])
+            )
     return Convergence(passed, message, factor)
 
 

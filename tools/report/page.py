@@ -5,6 +5,7 @@ matplotlib is an extra (requirements-report.txt).
 
 import html
 import io
+import math
 import warnings
 from collections import defaultdict
 from typing import Any
@@ -39,8 +40,9 @@ def charts(systems: list[System]) -> list[Figure]:
     """A chart for each global batch that has losses."""
     batches = defaultdict(list)
     for system in systems:
+        batch = number(system.value("global_batch_size"))
         if any(run.val_curve for run in system.runs):
-            batches[int(number(system.value("global_batch_size")) or 0)].append(system)
+            batches[int(batch) if 0 < batch < math.inf else 0].append(system)
     return [losses(batch, group) for batch, group in sorted(batches.items())]
 
 
@@ -57,7 +59,8 @@ def losses(batch: int, systems: list[System]) -> Figure:
                 axes.plot(*zip(*run.val_curve), "x:" if run.faults else ".-", color=f"C{place}", label=label)
                 label = ""
                 shown.append(run.val_curve)
-    target = number(systems[0].value("target_accuracy")) or 0.0
+    target = number(systems[0].value("target_accuracy"))
+    target = target if target > 0 else 0.0
     axes.axhline(target, color="red", linestyle="--", label=f"target {target:g}")
     band = convergence.public_band(batch) if target == EvalConfig.target else []
     if band:

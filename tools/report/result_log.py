@@ -5,6 +5,7 @@ their configs differ only in run.* and train.seed.
 """
 
 import hashlib
+import math
 import os
 from contextlib import suppress
 from fnmatch import fnmatch
@@ -111,6 +112,6 @@ def read(paths: list[Path], ruleset: str) -> list[ResultLog]:
     return [ResultLog(path, printable(name), ruleset) for path, name in zip(paths, names)]
 
 
-def number(value: Any) -> float | None:
-    """The value if it is a number; None for anything else, also for a truth value."""
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+def number(value: Any) -> float:
+    """The value if it is a number; NaN for anything else, also for a truth value."""
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan

@@ -3,6 +3,7 @@
 Source: MLPerf's training rules and mlperf-logging's result_summarizer.
 """
 
+import math
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,21 +35,21 @@ SETTINGS = (*SHARED, "target_accuracy", "seed", closed.REHEARSED)
 
 @dataclass
 class Run:
-    """The figures of one log; a figure that the log does not give is None or empty."""
+    """The figures of one log; a figure that the log does not give is NaN or empty."""
 
     name: str
     file: str
     settings: dict[str, Any]  # by key, those of SETTINGS that the log has
     faults: list[str]  # why the run does not count; empty if it counts
     val_curve: list[tuple[float, float]] = field(default_factory=list)  # (samples, loss)
-    samples: float | None = None  # at the last evaluation, as in the convergence checker
-    minutes: float | None = None  # from run_start to run_stop
-    samples_per_s: float | None = None  # with the time of evaluations
+    samples: float = math.nan  # at the last evaluation, as in the convergence checker
+    minutes: float = math.nan  # from run_start to run_stop
+    samples_per_s: float = math.nan  # with the time of evaluations
 
 
 @dataclass
 class System:
-    """The runs of one system and the verdict. A figure that is not known is None."""
+    """The runs of one system and the verdict. A figure that is not known is NaN."""
 
     name: str
     runs: list[Run]
@@ -57,10 +58,10 @@ class System:
     convergence: Convergence | None  # None: the open division has no such check
     reasons: list[str]  # why it is no valid result; empty for a valid one
     verdict: str = INVALID
-    samples_to_converge: float | None = None  # the olympic mean of ten runs; the plain mean of another number of runs
-    samples_per_s: float | None = None  # the mean over the runs that count
-    olympic_mean_minutes: float | None = None  # not normalised
-    score_minutes: float | None = None  # the official result: the olympic mean times the checker's factor
+    samples_to_converge: float = math.nan  # the olympic mean of ten runs; the plain mean of another number of runs
+    samples_per_s: float = math.nan  # the mean over the runs that count
+    olympic_mean_minutes: float = math.nan  # not normalised
+    score_minutes: float = math.nan  # the official result: the olympic mean times the checker's factor
 
     def value(self, key: str) -> Any:
         """The first value that any run gives for one of SETTINGS."""
@@ -91,13 +92,13 @@ def measure(log: ResultLog, complaints: list[str]) -> Run:
     for event in timed:
         samples = number(event.metadata.get("samples_count"))
         loss = number(event.value)
-        if event.key == "eval_accuracy" and samples and loss:
+        if event.key == "eval_accuracy" and samples > 0 and loss > 0:
             losses[samples] = loss  # several ranks may write it
     run.val_curve = sorted(losses.items())
-    run.samples = max(losses, default=None)
-    if run.samples and run.minutes:
+    run.samples = max(losses, default=math.nan)
+    if run.minutes > 0:
         run.samples_per_s = run.samples / (60 * run.minutes)
-    elif not run.faults:
+    if not run.samples_per_s > 0 and not run.faults:
         run.faults.append("no loss between run_start and run_stop; was the clock set?")
     return run
 
@@ -116,13 +117,13 @@ def judge(name: str, paths: list[Path], ruleset: str, points: Path | None = None
     machine = read_json(described, "description of a machine") if described.exists() else {}
     mixtures = _mixtures(runs)
     system = System(name, runs, machine.get("ranks"), machine.get("device", "device"), convergence, mixtures)
-    counted = [run for run in runs if run.samples_per_s and not run.faults]
+    counted = [run for run in runs if run.samples_per_s > 0 and not run.faults]
     if counted and not mixtures:
         is_whole = len(runs) == RUNS and len(counted) >= RUNS - 1
         mean = olympic_mean if is_whole else statistics.fmean
-        system.samples_to_converge = mean([run.samples or 0.0 for run in counted])
-        system.samples_per_s = statistics.fmean(run.samples_per_s or 0.0 for run in counted)
-        system.olympic_mean_minutes = mean([run.minutes or 0.0 for run in counted]) if is_whole else None
+        system.samples_to_converge = mean([run.samples for run in counted])
+        system.samples_per_s = statistics.fmean(run.samples_per_s for run in counted)
+        system.olympic_mean_minutes = mean([run.minutes for run in counted]) if is_whole else math.nan
     failed = [run for run in runs if run.faults]
     if len(runs) != RUNS:
         system.reasons.append(f"{len(runs)} of the {RUNS} runs that the rules ask for")
@@ -135,14 +136,14 @@ def judge(name: str, paths: list[Path], ruleset: str, points: Path | None = None
         system.reasons.append(f"convergence: {convergence.message}; {here}, {least}")
     if not system.reasons:
         system.verdict = PASSING_REHEARSAL if system.value(closed.REHEARSED) else VALID
-    if system.verdict == VALID and system.olympic_mean_minutes:
+    if system.verdict == VALID:
         system.score_minutes = system.olympic_mean_minutes * (convergence.factor if convergence else 1.0)
     return system
 
 
 def text(value: Any, form: str = ",.0f") -> str:
     """A figure as text; "-" for an unknown one."""
-    return "-" if value is None else format(value, form)
+    return "-" if value is None or value != value else format(value, form)
 
 
 def _mixtures(runs: list[Run]) -> list[str]:

@@ -36,7 +36,7 @@ def lines(system: System) -> list[str]:
         outcome = {True: "passed", False: "failed", None: "not judged"}[check.passed]
         means = f"reference {text(check.reference_mean)} samples, accepted from {text(check.least_mean)}"
         told.append(f"convergence: {outcome} ({check.message}), {means}, here {text(system.samples_to_converge)}")
-    if system.olympic_mean_minutes:
+    if system.olympic_mean_minutes > 0:
         score = text(system.score_minutes, ",.2f")
         told.append(f"olympic mean: {system.olympic_mean_minutes:,.2f} minutes; normalised: {score}")
     return told + [f"not valid: {reason}" for reason in system.reasons]
