@@ -6,11 +6,11 @@ decides which rank sees which sample. A resumed run starts at position `samples`
 Threads read samples and draw their random numbers into pinned host buffers, beside the training thread.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from flux_ref.errors import Fault, Refusal
 
 Batch = dict[str, Tensor]
 Rows = dict[str, np.ndarray]
+Item = tuple[int, int]
 PADDING = -1  # timestep of a row without a sample
 
 
@@ -129,12 +130,19 @@ class SampleSet:
     """The samples of data.train or data.val that one rank reads. A row's item is (epoch or evaluation, sample)."""
 
     def __init__(self, cfg: Config, split: str, rows: int, rank: int, size: int, pin: bool):
-        """rows: of a batch. Raises: Refusal."""
+        """Look at the sizes of the shards alone. rows: of a batch. Raises: Refusal."""
         self.cfg = cfg
         self.split = split
         self.rank = rank
         self.size = size
-        self.shards = open_set(cfg, split)
+        folder = getattr(cfg.data, split)
+        wanted = getattr(cfg.data, f"{split}_count")
+        self.shards = shards.ShardSet(folder, shards.layout(cfg.model), split)
+        if folder and wanted not in (0, len(self.shards)):
+            raise Refusal(
+                f"{folder} holds {len(self.shards)} samples, data.{split}_count={wanted} asks for {wanted}; set it to"
+                f" {len(self.shards)} or to 0 for any number, or make the set again (remove a set of drawings)"
+            )
         # One is in use while data.prefetch are filled.
         self.buffers = [HostBatch(cfg.model, rows, pin) for _ in range(cfg.data.prefetch + 1)]
 
@@ -142,20 +150,34 @@ class SampleSet:
         """Read the first bytes. Raises: Refusal."""
         self.shards.open(self.rank, self.size)
 
+    def feed(self, start: int) -> Generator[HostBatch, None, None]:
+        """The batches from `start` on: see the subclasses' plans."""
+        return read_ahead(self._plan(start), self._fill, self.buffers, self.cfg.data.workers)
+
+    def _plan(self, start: int) -> Iterator[list[Item]]:
+        """The items of each of this rank's batches."""
+        raise NotImplementedError
+
+    def _fill(self, rows: Rows, i: int, item: Item) -> None:
+        """Put an item into row i. Raises: Fault."""
+        raise NotImplementedError
+
     def _read(self, sample: int, rows: Rows, i: int) -> shards.Meta:
         """Read a sample into row i. Raises: Fault."""
         try:
             return self.shards.read(sample, {name: rows[name][i] for name in shards.MEMBERS})
         except shards.BadSample as error:
-            remedy = "remove the shard and give the command of tools.prepare again that made it"
-            if self.cfg.data.kind == "shapes":
-                remedy = f"remove {self.shards.paths[0].parent.parent} and start again"
-            what = f"bad {self.split} sample: {error}; {remedy}, which writes as many samples anew"
-            raise Fault(what, alone=True) from None
+            raise self._bad(str(error)) from None
+
+    def _bad(self, reason: str) -> Fault:
+        remedy = "remove the shard and give the command of tools.prepare again that made it"
+        if self.cfg.data.kind == "shapes":
+            remedy = f"remove {self.shards.paths[0].parent.parent} and start again"
+        return Fault(f"bad {self.split} sample: {reason}; {remedy}, which writes as many samples anew", alone=True)
 
 
 class TrainSet(SampleSet):
-    """The training samples of one rank, in the order of the run."""
+    """The training samples of one rank, in the order of the run. A feed starts at that many samples and has no end."""
 
     def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
         super().__init__(cfg, "train", rank_batch(cfg, size), rank, size, pin)
@@ -169,25 +191,21 @@ class TrainSet(SampleSet):
         super().open()
         self.empty = shards.read_empty(empty_dir(self.cfg), self.shards.layout)
 
-    def feed(self, samples: int) -> Generator[HostBatch, None, None]:
-        """Batches from position `samples` of the run on, without end."""
-        plan = self._plan(samples // self.cfg.train.global_batch)
-        return read_ahead(plan, self._fill, self.buffers, self.cfg.data.workers)
-
-    def _plan(self, step: int) -> Iterator[list[tuple[int, int]]]:
-        """(epoch, sample) of each row of this rank's batches. The order of an epoch is drawn once."""
-        orders: dict[int, np.ndarray] = {}
-        while True:
+    def _plan(self, start: int) -> Iterator[list[Item]]:
+        """(epoch, sample) of each row. The order of an epoch is drawn once."""
+        count = len(self.shards)
+        drawn = -1
+        for step in itertools.count(start // self.cfg.train.global_batch):
             items = []
             for position in rank_slice(self.cfg, step, self.rank, self.size):
-                epoch, i = divmod(position, len(self.shards))
-                if epoch not in orders:
-                    orders = {epoch: rng.order(self.cfg.train.seed, epoch, len(self.shards))}
-                items.append((epoch, int(orders[epoch][i])))
+                epoch, i = divmod(position, count)
+                if epoch != drawn:
+                    order = rng.order(self.cfg.train.seed, epoch, count)
+                    drawn = epoch
+                items.append((epoch, int(order[i])))
             yield items
-            step += 1
 
-    def _fill(self, rows: Rows, i: int, item: tuple[int, int]) -> None:
+    def _fill(self, rows: Rows, i: int, item: Item) -> None:
         epoch, sample = item
         self._read(sample, rows, i)
         train = self.cfg.train
@@ -201,24 +219,22 @@ class TrainSet(SampleSet):
 
 
 class ValSet(SampleSet):
-    """The validation samples of one rank. spec: all ranks together see each sample once; padding rows do not count."""
+    """The validation samples of one rank. spec: all ranks together see each sample once; padding rows do not count.
+
+    A feed gives all batches of one evaluation. Its number names the noise, see rng.val_draw.
+    """
 
     def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
         super().__init__(cfg, "val", cfg.eval.batch, rank, size, pin)
-        if 0 < len(self.shards) < schedule.TIMESTEPS:
-            raise Refusal(
-                f"data.val={cfg.data.val} holds {len(self.shards)} samples; validation needs one of each of the"
-                f" {schedule.TIMESTEPS} timesteps; give more, or --data.val= for a run without validation"
-            )
 
     def open(self) -> None:
-        """Read the first bytes, and as many timesteps as it takes to see each of them. Raises: Refusal."""
+        """Read the first bytes, and as many samples as it takes to see each timestep. Raises: Refusal, Fault."""
         super().open()
         if not len(self.shards) or self.rank > 0:
             return
         missing = set(range(schedule.TIMESTEPS))
         for sample in range(len(self.shards)):
-            missing.discard(self.shards.read_meta(sample).timestep)
+            missing.discard(self._read(sample, self.buffers[0].rows, 0).timestep)
             if not missing:
                 return
         raise Refusal(
@@ -231,18 +247,14 @@ class ValSet(SampleSet):
         """Batches of one evaluation, the same on every rank."""
         return schedule.steps_for(len(self.shards), self.size * self.cfg.eval.batch)
 
-    def feed(self, evaluation: int) -> Generator[HostBatch, None, None]:
-        """All batches of one evaluation. evaluation: the number that names the noise, see rng.val_draw."""
-        return read_ahead(self._plan(evaluation), self._fill, self.buffers, self.cfg.data.workers)
-
-    def _plan(self, evaluation: int) -> Iterator[list[tuple[int, int]]]:
-        """(evaluation, sample) of each row of this rank's batches. Padding has numbers beyond the last sample."""
+    def _plan(self, start: int) -> Iterator[list[Item]]:
+        """(evaluation, sample) of each row. Padding has numbers beyond the last sample."""
         rows = self.cfg.eval.batch
         for k in range(self.batches):
             first = (k * self.size + self.rank) * rows
-            yield [(evaluation, sample) for sample in range(first, first + rows)]
+            yield [(start, sample) for sample in range(first, first + rows)]
 
-    def _fill(self, rows: Rows, i: int, item: tuple[int, int]) -> None:
+    def _fill(self, rows: Rows, i: int, item: Item) -> None:
         evaluation, sample = item
         if sample >= len(self.shards):
             for values in rows.values():  # all fields: stale values would move the FP8 scale of the batch
@@ -251,31 +263,12 @@ class ValSet(SampleSet):
             return
         meta = self._read(sample, rows, i)
         if meta.timestep is None or meta.timestep not in range(schedule.TIMESTEPS):
-            raise Fault(
-                f"validation sample {meta.key} in {self.cfg.data.val} has timestep {meta.timestep};"
-                f" want 0 to {schedule.TIMESTEPS - 1}; prepare the set again",
-                alone=True,
-            )
+            raise self._bad(f"{meta.key} has timestep {meta.timestep}, want 0 to {schedule.TIMESTEPS - 1}")
         latent_eps, noise = rng.val_draw(self.cfg.train.seed, evaluation, sample, self.cfg.model.latent_shape)
         rows["timestep"][i] = meta.timestep
         rows["t"][i] = schedule.validation_time(meta.timestep)
         rows["latent_eps"][i] = latent_eps
         rows["noise"][i] = noise
-
-
-def open_set(cfg: Config, split: str) -> shards.ShardSet:
-    """The shards of data.train or data.val, checked by their sizes alone. Raises: Refusal."""
-    folder = getattr(cfg.data, split)
-    wanted = getattr(cfg.data, f"{split}_count")
-    found = shards.ShardSet(folder, shards.layout(cfg.model), split)
-    if folder and wanted not in (0, len(found)):
-        remedy = "0 for any number"
-        if cfg.data.kind == "shapes":
-            remedy = f"{len(found)}, or remove {Path(folder).parent} and it is made again"
-        raise Refusal(
-            f"{folder} holds {len(found)} samples, data.{split}_count={wanted} asks for {wanted}; set it to {remedy}"
-        )
-    return found
 
 
 def synthetic(model: ModelConfig, rows: int) -> Batch:

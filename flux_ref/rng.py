@@ -30,10 +30,11 @@ ROUNDING = 11  # stochastic rounding
 
 
 def words(seed: int, stream: int, count: int, *, sample: int = 0, epoch: int = 0, start: int = 0) -> np.ndarray:
-    """Words start .. start + count of one stream, as (count,) uint64; start is a multiple of 4."""
-    assert start % 4 == 0, start
-    counter = np.array([start // 4, sample, epoch, 0], np.uint64)  # numpy counts up before its first block
-    return np.random.Philox(key=np.array([seed, stream], np.uint64), counter=counter).random_raw(count)
+    """Words start .. start + count of one stream, as (count,) uint64."""
+    block, lead = divmod(start, 4)
+    counter = np.array([block, sample, epoch, 0], np.uint64)  # numpy counts up before its first block
+    generator = np.random.Philox(key=np.array([seed, stream], np.uint64), counter=counter)
+    return generator.random_raw(lead + count)[lead:]
 
 
 def uniform(word: np.ndarray) -> np.ndarray:
@@ -47,7 +48,7 @@ def normal(word: np.ndarray, dtype: type = np.float32) -> np.ndarray:
     u = ((word[0::2] >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
     angle = (word[1::2] >> np.uint64(11)) * (2.0 * np.pi * 2.0**-53)
     radius = np.sqrt(-2.0 * np.log(u))
-    pairs = np.empty((len(u), 2), dtype)
+    pairs: np.ndarray = np.empty((len(u), 2), dtype)
     pairs[:, 0] = radius * np.cos(angle)
     pairs[:, 1] = radius * np.sin(angle)
     return pairs.reshape(-1)
@@ -66,11 +67,11 @@ def initial(seed: int, name: str, kind: str, width: float, start: int, count: in
     """
     if kind in ("zeros", "ones"):
         return np.full(count, kind == "ones", np.float32)
-    lead = start % 4  # words come in blocks of four
-    drawn = lead + count + (lead + count) % 2  # normal numbers take words in pairs
+    lead = start % 2  # normal numbers take words in pairs
+    drawn = lead + count + (lead + count) % 2
     word = words(seed, INIT, drawn, sample=name_key(name), start=start - lead)
-    values = normal(word) * width if kind == "normal" else (uniform(word) * 2 - 1) * width
-    return values[lead : lead + count].astype(np.float32)
+    values = normal(word) if kind == "normal" else uniform(word) * 2 - 1
+    return (values[lead : lead + count] * width).astype(np.float32)
 
 
 def name_key(name: str) -> int:
@@ -96,9 +97,6 @@ class TimeDistribution:
     mean: float = 0.0
     width: float = 1.0
     shift: float = 1.0
-
-
-UNIFORM = TimeDistribution()
 
 
 def times(word: np.ndarray, distribution: TimeDistribution) -> np.ndarray:
@@ -130,7 +128,7 @@ def train_draw(
     sample: int,
     shape: tuple[int, ...],
     caption_drop: float,
-    distribution: TimeDistribution = UNIFORM,
+    distribution: TimeDistribution = TimeDistribution(),
 ) -> Draw:
     """The draws of one training sample in one epoch. sample: its index in the data set. distribution: of t.
 

@@ -16,10 +16,9 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice
 from math import prod
 from pathlib import Path
@@ -97,7 +96,6 @@ class Shard:
         """
         self.path = path
         self.layout = layout
-        self.descriptor = -1  # until opened
         size = path.stat().st_size
         self.count = (size - END_BYTES) // layout.stride
         end = self.count * layout.stride + END_BYTES
@@ -108,18 +106,11 @@ class Shard:
             )
 
     def open(self) -> None:
-        self.descriptor = os.open(self.path, os.O_RDONLY)
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-
-    def where(self, position: int) -> str:
-        """A sample's place in words."""
-        return f"{self.path}, sample {position}"
+        self.file = self.path.open("rb", buffering=0)
 
     def require_end(self) -> None:
         """Check that only zeros follow the last sample. Raises: BadSample."""
-        if any(os.pread(self.descriptor, RECORD + END_BYTES, self.count * self.layout.stride)):
+        if any(os.pread(self.file.fileno(), RECORD + END_BYTES, self.count * self.layout.stride)):
             raise BadSample(f"shard {self.path} has no end marker after {self.count} samples; copy it again")
 
     def read(self, position: int, rows: dict[str, np.ndarray]) -> Meta:
@@ -127,59 +118,56 @@ class Shard:
 
         Raises: BadSample; the rows then hold anything.
         """
-        where = self.where(position)
-        content = memoryview(self._bytes(position, 0, self.layout.stride))
-        members = dict(self._members(where, lambda begin, count: content[begin : begin + count]))
+        try:
+            return self._parse(self._bytes(position), rows)
+        except (OSError, ValueError, tarfile.HeaderError) as error:
+            raise BadSample(f"{self.path}, sample {position}: {error}") from None
+
+    def _bytes(self, position: int) -> bytes:
+        """The bytes of a sample."""
+        stride = self.layout.stride
+        content = b""
+        while len(content) < stride:  # network file systems may take more than one call
+            part = os.pread(self.file.fileno(), stride - len(content), position * stride + len(content))
+            if not part:
+                raise ValueError("the file ends within the sample")
+            content += part
+        return content
+
+    def _parse(self, content: bytes, rows: dict[str, np.ndarray]) -> Meta:
+        """Take a sample apart. Raises: ValueError, tarfile.HeaderError."""
+        members = _members(content)
         key = next(iter(members)).partition(".")[0]
         wanted = {f"{key}.json", *(f"{key}.{name}.bytes" for name in MEMBERS)}
         if members.keys() != wanted:
-            raise BadSample(f"{where}: it holds {', '.join(members)}, want {', '.join(sorted(wanted))}")
+            raise ValueError(f"it holds {', '.join(map(shown, members))}, want {', '.join(map(shown, wanted))}")
         for name in MEMBERS:
             blob = members[f"{key}.{name}.bytes"]
             if blob[:NPY_HEADER] != self.layout.npy_headers[name] or len(blob) != self.layout.blob_bytes[name]:
-                raise BadSample(f"{where}, key {key}: {name} has another form, want uint16 {self.layout.shapes[name]}")
+                raise ValueError(f"{name} has another form, want uint16 {self.layout.shapes[name]}")
             rows[name].reshape(-1)[:] = np.frombuffer(blob, np.uint16, offset=NPY_HEADER)
             if _not_finite(rows[name]):
-                raise BadSample(f"{where}, key {key}: {name} holds NaN or infinite values")
-        return _meta(key, members[f"{key}.json"], where)
+                raise ValueError(f"{name} holds NaN or infinite values")
+        text = bytes(members[f"{key}.json"])
+        said = files.json_object(text)  # {} for anything else
+        timestep = said.get("timestep")
+        if not said or type(timestep) not in (int, type(None)):
+            raise ValueError(f"its json is {shown(text)}, want an object, with timestep an integer or null")
+        return Meta(key, timestep, str(said.get("caption") or ""))
 
-    def read_meta(self, position: int) -> Meta:
-        """What a sample's json says; no array is read. Raises: BadSample."""
-        where = self.where(position)
-        for name, content in self._members(where, partial(self._bytes, position), kind="json"):
-            return _meta(name.partition(".")[0], content, where)
-        raise BadSample(f"{where}: it holds no KEY.json")
 
-    def _members(self, where: str, read: Callable[[int, int], Buffer], kind: str = "") -> Iterator[tuple[str, Buffer]]:
-        """Each member of a sample, or that of a kind. read(begin, count): so many of the sample's bytes.
-
-        Raises: BadSample.
-        """
-        begin = 0
-        while begin < self.layout.stride:
-            try:
-                entry = tarfile.TarInfo.frombuf(bytes(read(begin, BLOCK)), "utf-8", "strict")
-            except (tarfile.HeaderError, ValueError):
-                raise BadSample(f"{where}: no tar header where one belongs") from None
-            if not entry.isreg() or not 0 <= entry.size < self.layout.stride:
-                raise BadSample(f"{where}: {shown(entry.name)} is no regular file of a sample's size")
-            if entry.name.endswith(kind):
-                yield entry.name, read(begin + BLOCK, entry.size)
-            begin += BLOCK + _round_up(entry.size)
-
-    def _bytes(self, position: int, begin: int, count: int) -> bytes:
-        """So many bytes of a sample from byte `begin` on. Raises: BadSample."""
-        begin += position * self.layout.stride
-        content = b""
-        while len(content) < count:  # network file systems may take more than one call
-            try:
-                part = os.pread(self.descriptor, count - len(content), begin + len(content))
-            except OSError as error:
-                raise BadSample(f"{self.where(position)}: {error.strerror}") from None
-            if not part:
-                raise BadSample(f"{self.where(position)}: the file ends within the sample")
-            content = content + part if content else part
-        return content
+def _members(content: bytes) -> dict[str, memoryview]:
+    """The tar members of a sample by name. Raises: ValueError, tarfile.HeaderError."""
+    members = {}
+    begin = 0
+    while begin < len(content):
+        entry = tarfile.TarInfo.frombuf(content[begin : begin + BLOCK], "utf-8", "strict")
+        begin += BLOCK
+        if not entry.isreg() or not 0 <= entry.size < len(content):
+            raise ValueError(f"{shown(entry.name)} is no regular file of a sample's size")
+        members[entry.name] = memoryview(content)[begin : begin + entry.size]
+        begin += _round_up(entry.size)
+    return members
 
 
 class ShardSet:
@@ -216,25 +204,14 @@ class ShardSet:
     def evict(self) -> None:
         """Drop the shards' clean pages from the operating system's cache, where CAN_EVICT. Reads no byte."""
         for path in self.paths:
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-    def _find(self, index: int) -> tuple[Shard, int]:
-        """The shard of a sample, and the sample's position in this shard."""
-        number = int(np.searchsorted(self.first, index, side="right")) - 1
-        return self.shards[number], index - int(self.first[number])
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read(self, index: int, rows: dict[str, np.ndarray]) -> Meta:
         """Read sample `index` into rows, as Shard.read does. Raises: BadSample."""
-        shard, position = self._find(index)
-        return shard.read(position, rows)
-
-    def read_meta(self, index: int) -> Meta:
-        """What the json of sample `index` says. Raises: BadSample."""
-        shard, position = self._find(index)
-        return shard.read_meta(position)
+        number = int(np.searchsorted(self.first, index, side="right")) - 1
+        return self.shards[number].read(index - int(self.first[number]), rows)
 
 
 def paths_of(folder: Path, split: str) -> list[Path]:
@@ -246,16 +223,6 @@ def paths_of(folder: Path, split: str) -> list[Path]:
     if not (paths := sorted(path for path in folder.glob("*.tar") if not path.name.startswith("."))):
         raise Refusal(f"data folder {folder} holds no *.tar shard; it may be the folder above the one you mean")
     return paths
-
-
-def _meta(key: str, text: Buffer, where: str) -> Meta:
-    """What the json of a sample says. Raises: BadSample."""
-    text = bytes(text)
-    content = files.json_object(text)  # {} for anything else
-    timestep = content.get("timestep")
-    if not content or type(timestep) not in (int, type(None)):
-        raise BadSample(f"{where}: {key}.json holds {shown(text)}, want an object, with timestep an integer or null")
-    return Meta(key, timestep, str(content.get("caption") or ""))
 
 
 def _not_finite(bits: np.ndarray) -> bool:
@@ -288,14 +255,13 @@ def read_empty(folder: str | Path, layout: Layout) -> dict[str, np.ndarray]:
         shape = layout.shapes[name]
         try:
             array = np.load(path, mmap_mode="r")  # refuses pickles, and allocates nothing that the file does not hold
+            if array.dtype not in (np.uint16, np.float16, np.float32) or array.shape not in (shape, (1, *shape)):
+                raise ValueError(f"it is {array.dtype} {array.shape}, want uint16, float16 or float32 {shape}")
+            bits = np.array(array) if array.dtype == np.uint16 else to_bf16_bits(array)
+            if _not_finite(bits) or not np.isfinite(array).all():
+                raise ValueError("it holds NaN or infinite values")
         except Exception as error:  # numpy's parser raises a dozen kinds
-            raise Refusal(f"empty encoding {path} cannot be read: {one_line(error, 200)}") from None
-        if array.dtype not in (np.uint16, np.float16, np.float32) or array.shape not in (shape, (1, *shape)):
-            found = f"{array.dtype} {array.shape}"
-            raise Refusal(f"empty encoding {path} is {found}; want uint16, float16 or float32 {shape}")
-        bits = np.array(array) if array.dtype == np.uint16 else to_bf16_bits(array)
-        if _not_finite(bits) or not np.isfinite(array).all():
-            raise Refusal(f"empty encoding {path} holds NaN or infinite values")
+            raise Refusal(f"empty encoding {path}: {one_line(error, 200)}") from None
         encodings[name] = bits.reshape(shape)
     return encodings
 
@@ -313,41 +279,33 @@ class Sample:
     caption: str = ""
 
 
-@dataclass(frozen=True)
-class ShardWriter:
-    """A shard that is being written."""
+@contextmanager
+def new_shard(path: Path) -> Iterator[BinaryIO]:
+    """A shard for `add`. The file gets its name if the block ends without an error, else it is removed."""
+    with files.whole(path) as place, place.open("wb") as file:
+        yield file
+        file.write(bytes(END_BYTES))  # no padding as tar's: the size then tells the number of samples
 
-    file: BinaryIO
 
-    def add(self, key: str, blobs: Mapping[str, Buffer], timestep: int | None, caption: str = "") -> None:
-        """Append a sample. blobs: the .npy file of every member. Captions are cut to what a tar block holds."""
-        self._add(f"{key}.json", _description(key, timestep, caption))
-        for name in MEMBERS:
-            self._add(f"{key}.{name}.bytes", blobs[name])
-
-    def _add(self, name: str, content: Buffer) -> None:
-        entry = tarfile.TarInfo(name)  # owner, mode and time stay fixed: the same samples give the same bytes
-        entry.size = len(content)
+def add(file: BinaryIO, key: str, blobs: Mapping[str, Buffer], timestep: int | None, caption: str = "") -> None:
+    """Append a sample to a new shard. blobs: the .npy file of each member. A caption is cut to fill a tar block."""
+    contents = {"json": _description(key, timestep, caption)} | {f"{name}.bytes": blobs[name] for name in MEMBERS}
+    for name, content in contents.items():
+        entry = tarfile.TarInfo(f"{key}.{name}")
+        entry.size = len(content)  # owner, mode and time stay fixed: the same samples give the same bytes
         # tarfile's own addfile would copy the content, and hold up other threads while a mapped file is read.
         for part in (entry.tobuf(tarfile.USTAR_FORMAT), content, bytes(-len(content) % BLOCK)):
-            self.file.write(part)
-
-
-@contextmanager
-def new_shard(path: Path) -> Iterator[ShardWriter]:
-    """Write a shard. The file gets its name if the block ends without an error, else it is removed."""
-    with files.whole(path) as place, place.open("wb") as file:
-        yield ShardWriter(file)
-        file.write(bytes(END_BYTES))  # no padding as tar's: the size then tells the number of samples
+            file.write(part)
 
 
 def _description(key: str, timestep: int | None, caption: str) -> bytes:
     """The json member, in one tar block."""
-    values = {"key": key, "timestep": timestep, "caption": caption[:BLOCK]}
-    content = {name: value for name, value in values.items() if value not in (None, "")}  # NVIDIA's takes no null
-    while len(text := json.dumps(content, ensure_ascii=False).encode()) > BLOCK:
-        content["caption"] = content["caption"][:-1]
-    return text
+    said = {"key": key} | ({} if timestep is None else {"timestep": timestep})  # NVIDIA's reader takes no null
+    for length in range(min(len(caption), BLOCK), 0, -1):
+        text = json.dumps(said | {"caption": caption[:length]}, ensure_ascii=False).encode()
+        if len(text) <= BLOCK:
+            return text
+    return json.dumps(said).encode()
 
 
 def npy_blob(bits: np.ndarray) -> bytes:
@@ -373,10 +331,10 @@ def write(folder: Path, samples: Iterable[Sample], prefix: str, per_shard: int =
     samples = iter(samples)
     count = 0
     for first in samples:
-        with new_shard(shard_path(folder, count // per_shard)) as shard:
+        with new_shard(shard_path(folder, count // per_shard)) as file:
             for sample in chain([first], islice(samples, per_shard - 1)):
                 blobs = {name: npy_blob(sample.members[name]) for name in MEMBERS}
-                shard.add(key_of(prefix, count), blobs, sample.timestep, sample.caption)
+                add(file, key_of(prefix, count), blobs, sample.timestep, sample.caption)
                 count += 1
     return count
 

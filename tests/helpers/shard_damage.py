@@ -1,6 +1,5 @@
 """Small shards, and damage at known places of them."""
 
-import json
 import tarfile
 from pathlib import Path
 
@@ -11,21 +10,17 @@ from flux_ref import config_file, shards
 from flux_ref.shards import BLOCK, MEMBERS, NPY_HEADER, Layout, Sample, ShardSet
 
 LAYOUT = shards.layout(config_file.load(MICRO).model)
-STRIDE = LAYOUT.stride
-NAN, INF, MINUS_INF = 0x7FC0, 0x7F80, 0xFF80  # as bf16 bits
+NAN = 0x7FC0  # as bf16 bits
 
 
 def samples(count: int, seed: int = 0, timesteps: bool = True, layout: Layout = LAYOUT) -> list[Sample]:
     """Random samples."""
     rng = np.random.default_rng(seed)
-    return [
-        Sample(
-            {name: shards.to_bf16_bits(rng.standard_normal(shape)) for name, shape in layout.shapes.items()},
-            i % 8 if timesteps else None,
-            f"words {i}",
-        )
-        for i in range(count)
-    ]
+    found = []
+    for i in range(count):
+        bits = {name: shards.to_bf16_bits(rng.standard_normal(shape)) for name, shape in layout.shapes.items()}
+        found.append(Sample(bits, i % 8 if timesteps else None, f"words {i}"))
+    return found
 
 
 def write_set(root: Path, train: int, val: int) -> None:
@@ -36,29 +31,18 @@ def write_set(root: Path, train: int, val: int) -> None:
     shards.write_empty(root / "empty_encodings", ones)
 
 
-def same(read: dict[str, np.ndarray], written: Sample) -> bool:
-    return all(np.array_equal(read[name], written.members[name]) for name in MEMBERS)
-
-
 def opened(folder: Path, layout: Layout = LAYOUT, split: str = "train") -> ShardSet:
     stored = ShardSet(folder, layout, split)
     stored.open()
     return stored
 
 
-def close(stored: ShardSet) -> None:
-    for shard in stored.shards:
-        shard.close()
-
-
-def position(member: str, part: str = "tar", sample: int = 0) -> int:
-    """Where a part (tar, npy or payload; of the json: tar or payload) of a member begins within its shard."""
-    offset = sample * STRIDE
-    if member != "json":
-        offset += 2 * BLOCK
-        for name in MEMBERS[: MEMBERS.index(member)]:
-            offset += BLOCK + -(-LAYOUT.blob_bytes[name] // BLOCK) * BLOCK
-    return offset + {"tar": 0, "npy": BLOCK, "payload": BLOCK + (member != "json") * NPY_HEADER}[part]
+def position(member: str, sample: int = 1) -> int:
+    """Where the tar header of a member begins within its shard. Its content begins BLOCK behind."""
+    before = MEMBERS[: MEMBERS.index(member)] if member in MEMBERS else ()
+    sizes = [1, *(LAYOUT.blob_bytes[name] for name in before)]  # the json fills one block
+    begins = sum(BLOCK - (-size // BLOCK) * BLOCK for size in sizes)
+    return sample * LAYOUT.stride + (begins if member in MEMBERS else 0)
 
 
 def overwrite(path: Path, offset: int, content: bytes) -> None:
@@ -69,32 +53,25 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
 
 def overwrite_header(path: Path, member: str, sample: int = 1, **values: object) -> None:
     """Change attributes of a member's tarfile.TarInfo, such as size; the checksum stays sound."""
-    begin = position(member, sample=sample)
-    with path.open("rb") as file:
-        file.seek(begin)
-        entry = tarfile.TarInfo.frombuf(file.read(BLOCK), "utf-8", "strict")
+    begin = position(member, sample)
+    entry = tarfile.TarInfo.frombuf(path.read_bytes()[begin : begin + BLOCK], "utf-8", "strict")
     for name, value in values.items():
         setattr(entry, name, value)
     overwrite(path, begin, entry.tobuf(tarfile.USTAR_FORMAT))
 
 
-def overwrite_json(path: Path, text: str, sample: int = 1) -> None:
-    """Replace a sample's json, with the size in its tar header."""
+def overwrite_json(path: Path, text: str) -> None:
+    """Replace the json of sample 1, with the size in its tar header."""
     encoded = text.encode("utf-8", "surrogateescape")
-    overwrite_header(path, "json", sample, size=len(encoded))
-    overwrite(path, position("json", "payload", sample), encoded.ljust(BLOCK, b"\0"))
+    overwrite_header(path, "json", size=len(encoded))
+    overwrite(path, position("json") + BLOCK, encoded.ljust(BLOCK, b"\0"))
 
 
 def overwrite_value(path: Path, member: str, bits: int, place: int = 0, sample: int = 1) -> None:
     """Set one value of a member to bf16 bits."""
-    overwrite(path, position(member, "payload", sample) + 2 * place, np.array(bits, "<u2").tobytes())
+    overwrite(path, position(member, sample) + BLOCK + NPY_HEADER + 2 * place, np.array(bits, "<u2").tobytes())
 
 
 def put_nan(folder: Path, split: str, sample: int) -> None:
     """Make the first value of a sample's T5 encoding NaN, in the first shard of a split."""
     overwrite_value(folder / split / "shard_000000.tar", "t5", NAN, sample=sample)
-
-
-def describe(sample: int = 1, prefix: str = "some", **content: object) -> str:
-    """The json of a sample."""
-    return json.dumps({"key": f"{prefix}_{sample:08d}"} | content)

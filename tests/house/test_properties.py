@@ -107,7 +107,7 @@ def test_a_config(data):
 def test_the_records_of_a_run(values, data):
     def is_record(value: object) -> bool:
         samples = value.get("samples") if isinstance(value, dict) else None
-        return type(samples) in (int, float) and 0 <= samples < 1e100
+        return type(samples) in (int, float) and abs(samples) < 1e100
 
     text = "".join(json.dumps(value) + "\n" for value in values).encode()
     with file_of(text) as path:
@@ -162,21 +162,15 @@ def test_a_shard(shard, data):
     with file_of(content, "some.tar") as path, told():
         stored = shards.ShardSet(path.parent, shard_damage.LAYOUT)
         stored.shards[0].open()
-        try:
-            for index in range(len(stored)):
-                with told():
-                    require_as_tarfile_reads(stored, index, content)
+        for index in range(len(stored)):
             with told():
-                stored.open()
-        finally:
-            stored.shards[0].close()
+                require_as_tarfile_reads(stored, index, content)
 
 
 def require_as_tarfile_reads(stored: shards.ShardSet, index: int, content: bytes) -> None:
     rows = shard_damage.LAYOUT.rows()
     meta = stored.read(index, rows)
-    assert stored.read_meta(index) == meta
-    stride = shard_damage.STRIDE
+    stride = shard_damage.LAYOUT.stride
     with tarfile.open(fileobj=io.BytesIO(content[index * stride : (index + 1) * stride])) as archive:
         want = {name.name.partition(".")[2]: archive.extractfile(name).read() for name in archive}
     for name in shards.MEMBERS:

@@ -173,11 +173,11 @@ def test_a_stopped_command_goes_on_with_the_parts_that_are_not_done(nets, tmp_pa
     assert [meta.key for meta in val] == [f"val_{i:08d}" for i in range(len(val))]
     capsys.readouterr()
     full = OSError(28, "No space left on device")
-    with failing(shards.ShardWriter, "add", 7, full):
+    with failing(shards, "add", 7, full):
         assert "tar: No space left on device; free its disk" in refused(stopped, capsys, code=3)
     with failing(Encoders, "encode", 5, KeyboardInterrupt()):
         assert prepare.main(stopped) == 130
-    with failing(shards.ShardWriter, "add", 35, KeyboardInterrupt()):  # while validation is copied
+    with failing(shards, "add", 35, KeyboardInterrupt()):  # while validation is copied
         assert prepare.main(stopped) == 130
     capsys.readouterr()
     assert "was begun from another input or with other options" in refused([*stopped, "--dtype=bf16"], capsys)

@@ -166,7 +166,7 @@ def test_empty_encodings_become_bf16_bits_and_are_needed_once_and_only_for_train
 @contextlib.contextmanager
 def struck(key: str, strike) -> Iterator[None]:
     """Writing the sample of this key goes wrong."""
-    add = shards.ShardWriter.add
+    add = shards.add
 
     def write(shard, own, *given):
         if own == key:
@@ -175,7 +175,7 @@ def struck(key: str, strike) -> Iterator[None]:
         add(shard, own, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards.ShardWriter, "add", write)
+        patch.setattr(shards, "add", write)
         yield
 
 

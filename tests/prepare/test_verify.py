@@ -64,7 +64,7 @@ def say(name: str, **content: object) -> Callable[[Path], None]:
     """Change fields of the json of sample 1."""
 
     def plant(root: Path) -> None:
-        start = position("json", "payload", 1)
+        start = position("json") + BLOCK
         old = json.loads((root / name).read_bytes()[start : start + BLOCK].rstrip(b"\0"))
         overwrite_json(root / name, json.dumps(old | content))
 
@@ -77,7 +77,7 @@ def value(member: str, bits: int, place: int = 0) -> Callable[[Path], None]:
 
 def filled(member: str, content: bytes) -> Callable[[Path], None]:
     whole = content * ((LAYOUT.blob_bytes[member] - NPY_HEADER) // len(content))
-    return lambda root: overwrite(root / TRAIN_0, position(member, "payload", 1), whole)
+    return lambda root: overwrite(root / TRAIN_0, position(member) + BLOCK + NPY_HEADER, whole)
 
 
 def move(old: str, new: str) -> Callable[[Path], None]:
@@ -99,20 +99,20 @@ FAST = [  # what a look at names, sizes, first and last samples finds
     (lambda r: (r / TRAIN_0).write_bytes((r / TRAIN_0).read_bytes()[:-1]), f"{TRAIN_0} ("),
     (lambda r: (r / TRAIN_0).write_bytes(b""), f"{TRAIN_0} (0 bytes) is truncated"),
     (lambda r: overwrite(r / TRAIN_0, 3 * LAYOUT.stride, b"x"), f"{TRAIN_0} has no end marker after 3 samples"),
-    (swapped, f"{TRAIN_0}, sample 0, key train_00000000: t5 has another form"),
+    (swapped, f"{TRAIN_0}, sample 0: t5 has another form"),
     (move(TRAIN_1, "train/shard_000009.tar"), "train: shard 1 is missing, shard_000002.tar comes in its place"),
     (lambda r: (r / TRAIN_1).unlink(), "train: shard 1 is missing"),
     (lambda r: [path.unlink() for path in r.glob("train/*")], "train holds no *.tar shard"),
     (lambda r: shutil.copy(r / TRAIN_2, r / "train/shard_000003.tar"), "so is the key of"),
     (
         lambda r: (r / "empty_encodings/clip_empty.npy").unlink(),
-        "clip_empty.npy cannot be read: [Errno 2] No such file",
+        "clip_empty.npy: [Errno 2] No such file",
     ),
-    (save_empty("t5", np.ones((1, 28, 9), np.float16)), "t5_empty.npy is float16 (1, 28, 9)"),
+    (save_empty("t5", np.ones((1, 28, 9), np.float16)), "t5_empty.npy: it is float16 (1, 28, 9)"),
     (save_empty("t5", np.zeros((9, 28), np.float32)), "t5_empty.npy: t5 is all zeros"),
 ]
 SLOW = [
-    (value("t5", NAN, 251), f"{ONE}t5 holds NaN or infinite values"),
+    (value("t5", NAN, 251), f"{TRAIN_0}, sample 1: t5 holds NaN"),
     *((filled(name, b"\0\0"), f"{ONE}{name} is all zeros") for name in MEMBERS),
     (filled("mean", b"\0\x80"), f"{ONE}mean is all zeros"),
     (filled("clip", GARBAGE[:4]), f"{ONE}clip holds "),

@@ -95,12 +95,12 @@ DAMAGE = {  # how, exit code, words of the complaint
     "NaN on the way": (
         lambda d: put_nan(d, "train", MIDDLE),
         3,
-        ["train/shard_000000.tar, sample 20, key train_00000020"],
+        ["train/shard_000000.tar, sample 20: t5 holds NaN"],
     ),
     "NaN in validation": (
         lambda d: put_nan(d, "val", MIDDLE),
         3,
-        ["val/shard_000000.tar, sample 20, key val_00000020", "NaN"],
+        ["val/shard_000000.tar, sample 20: t5 holds NaN"],
     ),
 }
 
@@ -263,7 +263,7 @@ ON_TWO_RANKS = {
         ["train.global_batch=13", "2 ranks", "use a multiple of 2"],
     ),
     "no folder": (2, "--data.train=/no/such/folder/train", lambda d: None, ["/no/such/folder"]),
-    "NaN": (3, "--run.hang_s=60", lambda d: put_nan(d, "train", met_by(1)), ["rank 1", f"{met_by(1):08d}", "NaN"]),
+    "NaN": (3, "--run.hang_s=60", lambda d: put_nan(d, "train", met_by(1)), ["rank 1", f"sample {met_by(1)}:", "NaN"]),
 }
 
 

@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from tqdm import tqdm
@@ -33,7 +34,7 @@ from flux_ref.pictures import encoders
 from flux_ref.pictures.encoders import Encoders
 from flux_ref.progress import progress
 from flux_ref.schedule import TIMESTEPS
-from flux_ref.shards import ShardWriter, key_of, new_shard, npy_blob, shard_path, write_empty
+from flux_ref.shards import key_of, new_shard, npy_blob, shard_path, write_empty
 from tools.prepare import job, pictures
 from tools.prepare.pictures import Part, Rejection, Sample
 
@@ -54,7 +55,7 @@ class Maker:
         longer = 0
         rejected = []
         with ExitStack() as opened:
-            writers: dict[str, ShardWriter] = {}
+            writers: dict[str, BinaryIO] = {}
             counts = Counter[str]()
             for batch in self._batches(part):
                 rejected += [f"{one_line(one.name)}\t{one.reason}\n" for one in batch if isinstance(one, Rejection)]
@@ -69,7 +70,7 @@ class Maker:
                         writers[split] = opened.enter_context(new_shard(shard_path(_made(self.folder, split), number)))
                     blobs = {name: npy_blob(bits[i]) for name, bits in members.items()}
                     key = key_of(f"{split}_{number:06d}", counts[split])
-                    writers[split].add(key, blobs, sample.timestep if split == "val" else None, sample.caption)
+                    shards.add(writers[split], key, blobs, sample.timestep if split == "val" else None, sample.caption)
                     counts[split] += 1
         files.write_whole(_done(self.folder, number), "".join(rejected))
         return longer

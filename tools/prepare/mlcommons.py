@@ -139,9 +139,9 @@ def run(args: argparse.Namespace) -> int:
 
             def write_shard(path: Path, advance: job.Advance) -> None:
                 wanted = range(starts[path], min(starts[path] + per_shard, count))
-                with new_shard(path) as shard:
+                with new_shard(path) as file:
                     for index, (blobs, timestep) in zip(wanted, read_rows(counts, wanted, split, layout)):
-                        shard.add(key_of(split, index), blobs, timestep)
+                        shards.add(file, key_of(split, index), blobs, timestep)
                         advance(1)
 
             job.each(write_shard, missing, args.workers, bar)

@@ -7,7 +7,6 @@ Nothing is written. Exit codes: 0 no problem, 1 a problem, 2 DIR cannot be read.
 """
 
 import argparse
-import contextlib
 import functools
 import os
 import re
@@ -49,11 +48,10 @@ def look(path: Path, advance: job.Advance, fast: bool, layout: Layout) -> Report
         shard = Shard(path, layout)
         shard.open()
         report.samples = shard.count
-        with contextlib.closing(shard):
-            for position in sorted({0, shard.count - 1}) if fast else range(shard.count):
-                _look_at_sample(report, shard, position)
-                advance(layout.stride)
-            shard.require_end()
+        for position in sorted({0, shard.count - 1}) if fast else range(shard.count):
+            _look_at_sample(report, shard, position)
+            advance(layout.stride)
+        shard.require_end()
     except (Refusal, BadSample, OSError) as error:
         report.problems.append(str(error))
     return report
@@ -66,7 +64,7 @@ def _look_at_sample(report: Report, shard: Shard, position: int) -> None:
     except BadSample as error:
         report.problems.append(str(error))
         return
-    where = f"{shard.where(position)}, key {meta.key}"
+    where = f"{shard.path}, sample {position}, key {meta.key}"
     report.seen.append((meta, where))
     report.problems += [f"{where}: {what}" for name in MEMBERS if (what := implausible(name, rows[name]))]
 
