@@ -36,7 +36,7 @@ from flux_ref import (
     sharding,
     weights,
 )
-from flux_ref.alive import Timer
+from flux_ref.alive import Alive
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
 from flux_ref.data import ValSet
@@ -128,7 +128,7 @@ def main(argv: list[str]) -> int:
     cfg = config_file.replace(weights.config_of(first, options.config), parallel__replicate=1)  # fits any world
     cfg = config_file.override(cfg, options.overrides)
     with contextlib.ExitStack() as stack:
-        timer = stack.enter_context(Timer("eval.py", cfg.run.hang_s))
+        timer = stack.enter_context(Alive("eval.py", cfg.run.hang_s))
         world = ranks.start(cfg.parallel)
         # Training may save and delete checkpoints while ranks look.
         paths = [Path(path) for path in ranks.gather_objects([*map(str, paths)])[0]]
@@ -162,7 +162,7 @@ def draw_curve(cfg: Config, records: list[dict], options: argparse.Namespace) ->
     return path
 
 
-def evaluate(cfg: Config, world: World, timer: Timer, paths: list[Path], options: argparse.Namespace) -> list[dict]:
+def evaluate(cfg: Config, world: World, timer: Alive, paths: list[Path], options: argparse.Namespace) -> list[dict]:
     """One record per set of weights. Collective."""
     with ranks.agreed():
         # A wrong file is named before the data set is opened.

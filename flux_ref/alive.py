@@ -26,12 +26,17 @@ from flux_ref.tensors import Moved
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
 ONE_PRESS_S = 0.5  # some launchers pass on a Ctrl-C that the terminal has sent to their children, too
 NOTICE = b"\nCtrl-C: the run ends after one more step; a second Ctrl-C ends it at once\n"
-HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
+OWN = (f"{HOME}train.py", f"{HOME}eval.py", f"{HOME}flux_ref/")
+LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it
 COMPILERS = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py", "triton/compiler/")
 
 
-class Timer:
-    """Ends this rank if it makes no progress for limit_s seconds (0: never), or if torchrun has died."""
+class Alive:
+    """Ends this rank if it makes no progress for limit_s seconds (0: never), or if torchrun has died.
+
+    From the first `at` on it also acts on signals. Before it there is nothing to save.
+    """
 
     def __init__(self, name: str, limit_s: float):
         """name: of the script, for messages."""
@@ -39,29 +44,40 @@ class Timer:
         self.limit_s = limit_s
         self.place = "the start"
         self.marks = 0
-        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.launcher = os.getppid() if LAUNCHED in os.environ else None
         self.closed = threading.Event()
+        self.signal = 0
+        self.pressed_s = 0.0
+        self.group: dist.ProcessGroup | None = None
+        self.largest = torch.zeros(1, dtype=torch.int64)  # of the signals of all ranks
+        self.sent: dist.Work | None = None
+        self.before: dict[int, Any] = {}  # the handlers of signals that it replaces
         threading.Thread(target=self._run, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closed.set()
+        self.let_go()
 
     def mark(self, place: str) -> None:
         """Note the place of this rank. Each call counts as progress, as do bytes of weights that move."""
         self.place = place
         self.marks += 1
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.closed.set()
-
     def _run(self) -> None:
         period = min(1.0, self.limit_s / 20 or 1.0)
-        idle_s, now, seen = 0.0, time.monotonic(), None
+        idle_s = 0.0
+        now = time.monotonic()
+        seen = (0, 0)
         while not self.closed.wait(period):
-            before, now = now, time.monotonic()
+            before = now
+            now = time.monotonic()
             idle_s += min(now - before, 2 * period)  # this thread was late by more: the process was stopped
             if seen != (self.marks, Moved.total):
-                seen, idle_s = (self.marks, Moved.total), 0.0
+                seen = (self.marks, Moved.total)
+                idle_s = 0.0
             if self.launcher not in (None, os.getppid()):  # this rank would hold memory, devices and the run's folder
                 self._end("torchrun has died")
             if self.limit_s and idle_s > self.limit_s:
@@ -69,49 +85,31 @@ class Timer:
 
     def stuck(self) -> str:
         """Where this rank stands, in words."""
-        stacks = {thread: [*traceback.extract_stack(frame)] for thread, frame in sys._current_frames().items()}
-        stack = stacks.get(threading.main_thread().ident or 0, [])
-        places = [f"{os.path.relpath(file, HOME)}:{line}" for file, line, *_ in stack]
-        own = [place for place in places if place.startswith(("train.py", "eval.py", "flux_ref/"))]
-        text = f"no progress for {self.limit_s:g} s since {self.place}, now at {own[-1] if own else 'an unknown line'}"
-        if any(name in frame.filename for stack in stacks.values() for frame in stack for name in COMPILERS):
+        text = f"no progress for {self.limit_s:g} s since {self.place}"
+        frames = sys._current_frames()
+        files = [frame.f_code.co_filename for top in frames.values() for frame, _ in traceback.walk_stack(top)]
+        if any(name in file for name in COMPILERS for file in files):
             return f"{text}: torch compiles; a greater run.hang_s gives it more time"
-        if last := ranks.last_collective():
-            text += f"; the last recorded collective is {last}"
-        return f"{text}; if other ranks wait in a later collective, this rank hangs, else the network or a device"
+        stack = traceback.walk_stack(frames[threading.main_thread().ident or 0])
+        places = [f"{frame.f_code.co_filename}:{line}" for frame, line in stack]
+        own = [place.removeprefix(HOME) for place in places if place.startswith(OWN)]
+        return f"{text}, now at {[*own, 'an unknown line'][0]}; this rank, another one, the network or a device hangs"
 
     def _end(self, reason: str) -> None:
-        where = f"rank {os.environ.get('RANK', 0)} on {os.uname().nodename}"
+        rank = os.environ.get("RANK", 0)
         with contextlib.suppress(OSError):
-            os.write(2, f"\n{self.name}: {where}: {reason}\n".encode())
+            os.write(2, f"\n{self.name}: rank {rank} on {os.uname().nodename}: {reason}\n".encode())
         os._exit(Fault.exit_code)
-
-
-class Alive(Timer):
-    """The timer of a run that also acts on signals, from the first `at` on. Before it there is nothing to save."""
-
-    def __init__(self, name: str, limit_s: float):
-        super().__init__(name, limit_s)
-        self.signal = 0
-        self.pressed = 0.0
-        self.group: dist.ProcessGroup | None = None
-        self.sent: tuple[torch.Tensor, dist.Work] | None = None
-        self.before: dict[signal.Signals, Any] = {}  # the handlers that it replaces
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.signal != signal.SIGINT:
             self.signal = number
-            self.pressed = time.monotonic()
+            self.pressed_s = time.monotonic()
             if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # the same Ctrl-C has ended `tee`
                     os.write(2, NOTICE)  # print() might interrupt itself
-        elif number == signal.SIGTERM or ("TORCHELASTIC_RUN_ID" not in os.environ and number == signal.SIGINT):
-            if time.monotonic() - self.pressed > ONE_PRESS_S:
+        elif number == signal.SIGTERM or (number == signal.SIGINT and LAUNCHED not in os.environ):
+            if time.monotonic() - self.pressed_s > ONE_PRESS_S:
                 os._exit(128 + signal.SIGINT)  # torchrun repeats the first Ctrl-C, and makes SIGTERM of a second one
 
     def at(self, place: str) -> None:
@@ -121,21 +119,20 @@ class Alive(Timer):
         Raises: Interrupted, on every rank at the same call, if any rank has received a signal.
         """
         self.mark(place)
-        if self.sent is not None:
-            largest, work = self.sent
-            work.wait()
-            if largest.item():
-                raise Interrupted(int(largest.item()))
+        if self.sent:
+            self.sent.wait()
+            if number := int(self.largest):
+                raise Interrupted(number)
         else:
             self.group = ranks.host_group("stop")
             self.before = {number: signal.getsignal(number) for number in SIGNALS}
             for number, handler in self.before.items():
                 if handler != signal.SIG_IGN:  # nohup ignores SIGHUP, a job in the background Ctrl-C
                     signal.signal(number, self._take)
-        largest = torch.tensor([self.signal])
-        self.sent = largest, dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.largest.fill_(self.signal)
+        self.sent = dist.all_reduce(self.largest, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def let_go(self) -> None:
-        """All is saved, so Ctrl-C may end this rank at once from now on."""
-        if signal.SIGINT in self.before:
-            signal.signal(signal.SIGINT, self.before[signal.SIGINT])
+        """All is saved, so a signal may end this rank at once from now on."""
+        for number, handler in self.before.items():
+            signal.signal(number, handler)

@@ -128,8 +128,6 @@ def in_words(error: BaseException) -> Stop | None:
     if isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", str(error)):
         remedy = "free memory, or lower train.micro_batch, eval.batch or sample.count"
         return Fault(f"out of memory: {text}; {remedy}", alone=True)
-    if re.search(r"Too many open files|Resource temporarily unavailable|can't start new thread", str(error)):
-        return Fault(f"{text[-200:]}; the limits of files, threads or memory are too low (`ulimit -a`)", alone=True)
     if isinstance(error, RuntimeError) and re.search(r"peer|Connection|[Tt]imed out", str(error)):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(LINGER_S)  # another rank broke and prints the reason; meanwhile torchrun ends this rank
@@ -166,15 +164,15 @@ class Terminal:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        self._patiently(self.stream.write, text)
+        self._patiently(lambda: self.stream.write(text))
         return len(text)
 
     def flush(self) -> None:
         self._patiently(self.stream.flush)
 
-    def _patiently(self, do: Callable[..., object], *args: str) -> None:
+    def _patiently(self, do: Callable[[], object]) -> None:
         try:
-            do(*args)
+            do()
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
             if not isinstance(error, BrokenPipeError):

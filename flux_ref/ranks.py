@@ -9,7 +9,6 @@ import json
 import os
 import resource
 import secrets
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,24 +19,20 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flux_ref.config import ParallelConfig
 from flux_ref.errors import Fault, Refusal, told
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
-DRIVERS = {
-    "/dev/nvidiactl": torch.version.cuda,
-    "/dev/kfd": torch.version.hip,
-}  # a file, and whether torch is built for it
+# A file that a node with a GPU has, and whether torch is built for it
+DRIVERS = {"/dev/nvidiactl": torch.version.cuda, "/dev/kfd": torch.version.hip}
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 HIDING = ("", "-1", "NoDevFiles")  # values of these that hide all GPUs; Slurm sets the last
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 MOST_THREADS = 4  # of a rank alone on a CPU; tiny's products are small
-RECORDED = "64"  # collectives that torch's flight recorder keeps; the message about a hang names the last
-PATIENCE = timedelta(days=30)  # of a collective: its clock goes on in a pause. alive.Timer ends what hangs
+PATIENCE = timedelta(days=30)  # of a collective: its clock goes on in a pause. alive.Alive ends what hangs
 
 
 @dataclass(frozen=True)
@@ -67,10 +62,11 @@ def start(cfg: ParallelConfig, few_threads: bool = True) -> World:
     few_threads: compute in as many CPU threads as `threads` says; False: in torch's own number of them.
     Raises: Refusal when the group cannot be formed.
     """
+    is_alone = "RANK" not in os.environ
     missing = [name for name in TORCHRUN if name not in os.environ]
-    if missing and (given := next((name for name in TORCHRUN[:2] if name in os.environ), None)):
-        raise Refusal(f"{given} is set but {', '.join(missing)} is not; start with torchrun, which sets them")
-    rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in zip(TORCHRUN, "010"))
+    if missing and not is_alone:
+        raise Refusal(f"RANK is set but {', '.join(missing)} is not; start with torchrun, which sets them")
+    rank, size, local_rank = (0, 1, 0) if is_alone else (int(os.environ[name]) for name in TORCHRUN[:3])
     device = _device(local_rank)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError):  # macOS has limits of its own
@@ -78,7 +74,7 @@ def start(cfg: ParallelConfig, few_threads: bool = True) -> World:
     if few_threads and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads(size, device))
     try:
-        join(device, dist.HashStore() if missing else _fresh_store(rank, size), rank, size)
+        join(device, dist.HashStore() if is_alone else _fresh_store(rank, size), rank, size)
     except (RuntimeError, ValueError) as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}"
         raise Refusal(f"cannot form the process group at {place}; is the port in use?") from None
@@ -93,10 +89,9 @@ def start(cfg: ParallelConfig, few_threads: bool = True) -> World:
 
 def join(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
     """Join the process group of so many ranks. Raises: RuntimeError, ValueError."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
-    # torch 2.15 would take its new backend nccl2. Captures and `last_collective` were written for the older one.
+    # torch 2.15 would take its new backend nccl2. Captures were written for the older one.
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
-    # NCCL's monitor would take a pause for a hang, as its clock goes on. alive.Timer tells one from the other.
+    # NCCL's monitor would take a pause for a hang, as its clock goes on. alive.Alive tells one from the other.
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     if is_expandable():  # github.com/pytorch/pytorch issue 158029: registered graph buffers get wrong addresses
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
@@ -121,14 +116,6 @@ def threads(size: int, device: torch.device) -> int:
     return min(MOST_THREADS, cores)
 
 
-def _require_known(address: str) -> None:
-    """Raises: Refusal for a host that no name server knows; torch would ask for it for many minutes."""
-    try:
-        socket.getaddrinfo(address.strip("[]"), None)  # torchrun takes an address of IPv6 in brackets
-    except (OSError, UnicodeError):  # a name such as "." has no encoding
-        raise Refusal(f"MASTER_ADDR={address!r} is no known host; mend it") from None
-
-
 def replica_count(wanted: int, nodes: list[str]) -> int:
     """Full copies of the model. wanted: parallel.replicate, 0 for one per node; nodes: the node of each rank, by rank.
 
@@ -139,15 +126,12 @@ def replica_count(wanted: int, nodes: list[str]) -> int:
             raise Refusal(f"parallel.replicate={wanted} does not divide the {len(nodes)} ranks")
         return wanted
     counts = Counter(nodes)
-    for node, grouped in zip(nodes, counts.elements()):
-        if node != grouped:
-            raise Refusal(
-                f"the ranks of {grouped} do not follow each other, so a replica per node is impossible;"
-                " start with torchrun or number the ranks node by node"
-            )
-    if len(set(counts.values())) > 1:
+    if nodes != [node for node in counts for _ in range(len(nodes) // len(counts))]:
         text = ", ".join(f"{count} on {node}" for node, count in counts.items())
-        raise Refusal(f"nodes differ in their ranks ({text}); start equally many on each or set parallel.replicate=1")
+        raise Refusal(
+            f"a replica per node needs equally many ranks on each, numbered node by node; here are {text};"
+            " start with torchrun, or set parallel.replicate=1"
+        )
     return len(counts)
 
 
@@ -164,7 +148,6 @@ def _fresh_store(rank: int, size: int) -> dist.Store:
     torchrun keeps one store for all its restarts. It is full of the addresses of dead ranks (github.com/pytorch/pytorch
     issue 167288). So rank 0 draws a name. Another rank takes the name once it finds its own token in rank 0's list.
     """
-    _require_known(os.environ["MASTER_ADDR"])
     store, *_ = next(dist.rendezvous("env://", rank, size))
     own = secrets.token_hex(8)
     if rank == 0:
@@ -183,9 +166,15 @@ def _fresh_store(rank: int, size: int) -> dist.Store:
 
 
 def _device(local_rank: int) -> torch.device:
-    kind = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    if kind == "cpu" or kind not in BACKENDS:
-        _require_no_gpu()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type not in BACKENDS:
+        # A GPU that torch cannot use, as its driver is too old, must not lead to a run on the CPU.
+        found = [path for path, is_built in DRIVERS.items() if is_built and os.path.exists(path)]
+        if found and not any(os.environ.get(name) in HIDING for name in VISIBLE):
+            raise Refusal(
+                f"this node has a GPU ({found[0]}), but torch {torch.__version__} cannot use it; update the driver or"
+                f" install another torch, or set {VISIBLE[0]}= to run on the CPU"
+            )
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     if local_rank >= count:
@@ -194,17 +183,7 @@ def _device(local_rank: int) -> torch.device:
             alone=local_rank == count,
         )
     torch.accelerator.set_device_index(local_rank)
-    return torch.device(kind, local_rank)
-
-
-def _require_no_gpu() -> None:
-    """Raises: Refusal if this node has a GPU that nobody hides and torch cannot use. A CPU must not take its place."""
-    found = next((path for path, is_built in DRIVERS.items() if is_built and os.path.exists(path)), None)
-    if found and not any(os.environ.get(name) in HIDING for name in VISIBLE):
-        raise Refusal(
-            f"this node has a GPU ({found}), but torch {torch.__version__} cannot use it; update the driver or install "
-            f"another torch, or set {VISIBLE[0]}= to run on the CPU"
-        )
+    return torch.device(accelerator.type, local_rank)
 
 
 def stop() -> None:
@@ -274,16 +253,6 @@ def require_same(text: str, what: str) -> None:
             raise Refusal(f"{what} differs between ranks: rank 0 has {pair[0]}, rank {rank} has {pair[1]}")
 
 
-def last_collective() -> str:
-    """The last collective that this rank began, from torch's flight recorder. "" if none. Replays record none."""
-    dumps = (_distributed_c10d._dump_nccl_trace_json(), _distributed_c10d._dump_fr_trace_json())
-    entries = [entry for dump in dumps for entry in json.loads(dump).get("entries", ())]
-    if not entries:
-        return ""
-    last = max(entries, key=lambda entry: entry["time_created_ns"])
-    return f"number {last['collective_seq_id']} of group {last['process_group'][1]}: {last['profiling_name']}"
-
-
 def all_reduce(tensor: Tensor) -> Tensor:
     """Sum over all ranks, in place. numerics: every rank ends with rank 0's bits, so that all decide alike."""
     dist.all_reduce(tensor)
@@ -305,7 +274,7 @@ def gather_later(tensor: Tensor) -> Callable[[], list[list[float]]]:
     arrived = record_copy_event(tensor.device)
 
     def read() -> list[list[float]]:
-        if arrived is not None:
+        if arrived:
             arrived.synchronize()
         return host.tolist()
 
@@ -326,7 +295,9 @@ class _Copied:
 
 def host_group(name: str) -> dist.ProcessGroup:
     """One more group of all ranks, for host tensors and for use in a thread of its own. Collective."""
-    return dist.new_group(backend=BACKENDS["cpu"], timeout=PATIENCE, group_desc=name)
+    group = dist.new_group(backend=BACKENDS["cpu"], timeout=PATIENCE, group_desc=name)
+    assert isinstance(group, dist.ProcessGroup)  # ranks that are left out would get a number
+    return group
 
 
 def record_copy_event(device: torch.device) -> _Copied | None:

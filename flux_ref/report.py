@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import prod
@@ -46,7 +46,7 @@ class Reporter:
         self.speaks = world.rank == 0
         self.train_curve: list[tuple[int, float]] = []
         self.val_curve: list[tuple[int, float]] = []
-        self.bar: tqdm | None = None
+        self.bar = tqdm(disable=True)  # until training begins
         self.board: Any = None  # torch's SummaryWriter, where the package tensorboard is installed
         self.pending: Callable[[], None] | None = None  # writes the record of a step whose values are on their way
 
@@ -164,7 +164,7 @@ class Reporter:
     def _record(self, read: Callable[[], list], step: int, samples: int, wait_s: float) -> None:
         """Write the record of a logged step. read: waits for its values, those of `step` of every rank."""
         bad_losses, bad_norms, losses, grad_norms, rates = zip(*read())
-        require_finite(list(zip(bad_losses, bad_norms)), self.cfg)
+        require_finite([*zip(bad_losses, bad_norms)], self.cfg)
         now_s = time.perf_counter()
         figures = {
             "loss": sum(losses) / len(losses),
@@ -254,14 +254,13 @@ class Reporter:
             append(self.folder / name, json.dumps(record) + "\n", on_disk=True)  # before any later checkpoint
 
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        self.bar.close()
         if self.board:
             with suppress(OSError):
                 self.board.close()
 
 
-def require_finite(first_bad: list, cfg: Config) -> None:
+def require_finite(first_bad: Sequence[Sequence[float]], cfg: Config) -> None:
     """Raises: Fault that says what went first. first_bad: of each rank, the values of Health.first_bad."""
     bad = [(int(step), rank) for rank, (step, _) in enumerate(first_bad) if step != NEVER]
     norm_step = first_bad[0][1]

@@ -206,7 +206,6 @@ def test_each_kind_of_error_is_one_line_and_a_code_and_a_defect_is_a_traceback(c
         (OSError(errno.ENOSPC, "No space left", "a/b"), 3, "x: a/b: No space left; free its disk"),
         (RuntimeError("CUDA out of memory. Tried\n..."), 3, "x: out of memory: CUDA out of memory. Tried; free"),
         (RuntimeError("Connection closed by peer"), 3, "x: lost another rank: Connection closed by peer"),
-        (RuntimeError("can't start new thread"), 3, "x: can't start new thread; the limits of files"),
         (RuntimeError("a defect"), 3, "Traceback"),
     )
     for error, code, line in cases:
