@@ -8,6 +8,7 @@ from pathlib import Path
 from flux_ref.benchmark.closed import TRAIN_SAMPLES, VAL_SAMPLES, head
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
+from flux_ref.schedule import steps_for
 
 INTERVAL = 262_144
 EVALUATIONS = (33, 31, 34, 33, 34, 34, 34, 35, 34, 34)  # of ten runs that are a valid result under every ruleset
@@ -77,11 +78,13 @@ def ours(
     log.describe(cfg, 8, *counts)
     log.run_start()
     samples = 0
+    batch = cfg.train.global_batch
+    interval = steps_for(cfg.eval.every_samples, batch) * batch
     for loss in losses:
         log.block_start(samples)
         log.block_start(samples + 1)  # as at each step
         time.sleep(0.002)  # the log counts in milliseconds
-        samples += 262_656
+        samples += interval
         log.eval_start(samples)
         log.eval_stop(samples, loss)
     log.run_stop(samples, success, "target reached")
