@@ -25,8 +25,12 @@ class Key:
     least: float = 0
     most: float = LARGEST
     choices: tuple[str, ...] = ()
-    resume: bool = False  # a run may continue with another value: it changes losses by rounding only
+    resume: bool = False  # a run may go on with another value
     closed: str = ""  # what fixes the default in the closed division
+
+    @property
+    def is_number(self) -> bool:
+        return self.type in (int, float)
 
     @property
     def allowed(self) -> str:
@@ -34,7 +38,13 @@ class Key:
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         most = "2**63 - 1" if self.most == LARGEST else f"{self.most:,}"
-        return f"from {self.least:,} to {most}" if self.type in (int, float) else ""
+        return f"from {self.least:,} to {most}" if self.is_number else ""
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value of the type is allowed."""
+        if self.choices:
+            return value in self.choices
+        return not self.is_number or self.least <= value <= self.most
 
 
 def key(default: Any, meaning: str, **facts: Any) -> Any:
@@ -42,26 +52,24 @@ def key(default: Any, meaning: str, **facts: Any) -> Any:
     return field(default=default, metadata={"meaning": meaning} | facts)
 
 
+def free(default: Any, meaning: str, **facts: Any) -> Any:
+    """A key that may have another value when a run goes on: it changes losses by rounding only."""
+    return key(default, meaning, resume=True, **facts)
+
+
 def size(default: int, meaning: str, most: int = 2**24) -> Any:
     """A size of the model."""
     return key(default, meaning, least=1, most=most, closed=REFERENCE)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunConfig:
-    dir: str = key("", "the run's folder; empty: runs/<config name>", resume=True)
-    overwrite: bool = key(
-        False, "begin anew: the run that the folder NAME holds is renamed to NAME.1 (.2, ...)", resume=True
-    )
-    hang_s: float = key(
-        600.0,
-        "end the job after so many seconds without progress; 0: never",
-        most=10**6,
-        resume=True,
-    )
+    dir: str = free("", "the run's folder; empty: runs/<config name>")
+    overwrite: bool = free(False, "begin anew: the run that the folder NAME holds is renamed to NAME.1 (.2, ...)")
+    hang_s: float = free(600.0, "end the job after so many seconds without progress; 0: never", most=10**6)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ModelConfig:
     """The defaults are FLUX.1-schnell at 256 x 256 pixels (Black Forest Labs flux, util.configs)."""
 
@@ -98,7 +106,7 @@ class ModelConfig:
         return self.hidden // self.heads
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class InitConfig:
     weights: str = key(
         "",
@@ -107,18 +115,12 @@ class InitConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainConfig:
     seed: int = key(0, "seed of every random number in training and validation")
-    max_samples: int = key(
-        25_165_824, "stop here if the target is not reached; 96 evaluation intervals", least=1, resume=True
-    )
+    max_samples: int = free(25_165_824, "stop here if the target is not reached; 96 evaluation intervals", least=1)
     global_batch: int = key(512, "samples per optimizer step over all ranks", least=1, most=2**20)
-    micro_batch: int = key(
-        0,
-        "samples per forward on one rank, the rest is gradient accumulation; 0: no accumulation",
-        resume=True,
-    )
+    micro_batch: int = free(0, "samples per forward on one rank, the rest is gradient accumulation; 0: no accumulation")
     caption_drop: float = key(0.1, "probability that a training sample has the empty caption", most=1, closed=REFERENCE)
     timestep: str = key(
         "uniform", "distribution of the time t in training", choices=("uniform", "logit_normal"), closed=REFERENCE
@@ -134,24 +136,20 @@ class TrainConfig:
         most=1000,
         closed=REFERENCE,
     )
-    log_every_samples: int = key(
-        10_240, "samples from one record of the training loss to the next", least=1, resume=True
-    )
-    synthetic_steps: int = key(2, "warm-up steps on synthetic batches, before the clock; 0: none", resume=True)
+    log_every_samples: int = free(10_240, "samples from one record of the training loss to the next", least=1)
+    synthetic_steps: int = free(2, "warm-up steps on synthetic batches, before the clock; 0: none")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CheckpointConfig:
-    save: bool = key(
-        True, "save at the end, at the target and on Ctrl-C, SIGTERM or SIGUSR1; false: never", resume=True
+    save: bool = free(True, "save at the end, at the target and on Ctrl-C, SIGTERM or SIGUSR1; false: never")
+    every_samples: int = free(
+        0, "save also every so many samples, rounded up to whole steps; 0: only at the moments above"
     )
-    every_samples: int = key(
-        0, "save also every so many samples, rounded up to whole steps; 0: only at the moments above", resume=True
-    )
-    keep: int = key(2, "keep the last so many checkpoints", least=1, resume=True)
+    keep: int = free(2, "keep the last so many checkpoints", least=1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class OptimConfig:
     """AdamW. lr and warmup_steps belong to the global batch."""
 
@@ -165,24 +163,24 @@ class OptimConfig:
     ema: int = key(0, "half-life in samples of an average of the weights (eval.py --ema); 0: none")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EvalConfig:
     every_samples: int = key(
         262_144, "training samples from one evaluation to the next, rounded up to whole steps", least=1, closed=CHECKER
     )
     at_start: bool = key(False, "evaluate also before the first step")
-    target: float = key(0.586, "stop once the validation loss is at most this; 0: never", resume=True, closed=CHECKER)
-    batch: int = key(32, "samples per forward on one rank", least=1, resume=True)
+    target: float = free(0.586, "stop once the validation loss is at most this; 0: never", closed=CHECKER)
+    batch: int = free(32, "samples per forward on one rank", least=1)
     noise: str = key(
         "fresh",
         "fresh: new noise at each evaluation, as the reference; fixed: always the same",
         choices=("fresh", "fixed"),
         closed=REFERENCE,
     )
-    band: bool = key(True, "warn if the loss lies above those of the public runs of this batch", resume=True)
+    band: bool = free(True, "warn if the loss lies above those of the public runs of this batch")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DataConfig:
     kind: str = key(
         "embeddings",
@@ -190,70 +188,51 @@ class DataConfig:
         choices=("embeddings", "shapes"),
         closed=RULES,
     )
-    train: str = key("data/mlperf/train", "folder of *.tar shards", resume=True)
-    val: str = key("data/mlperf/val", "folder of *.tar shards; empty: no evaluations", resume=True)
-    empty: str = key(
-        "",
-        "folder of t5_empty.npy and clip_empty.npy; empty: empty_encodings beside the folder data.train",
-        resume=True,
+    train: str = free("data/mlperf/train", "folder of *.tar shards")
+    val: str = free("data/mlperf/val", "folder of *.tar shards; empty: no evaluations")
+    empty: str = free(
+        "", "folder of t5_empty.npy and clip_empty.npy; empty: empty_encodings beside the folder data.train"
     )
     train_count: int = key(0, "embeddings: required number of samples, 0: any; shapes: number of samples to make")
     val_count: int = key(0, "the same of validation samples")
-    workers: int = key(4, "reading threads per rank", least=1, resume=True)
-    prefetch: int = key(2, "batches read ahead per rank", least=1, resume=True)
-    evict: bool = key(
-        True,
-        "drop the data set from the page cache before the clock starts (in the log: cache_clear)",
-        resume=True,
-        closed=CHECKER,
+    workers: int = free(4, "reading threads per rank", least=1)
+    prefetch: int = free(2, "batches read ahead per rank", least=1)
+    evict: bool = free(
+        True, "drop the data set from the page cache before the clock starts (in the log: cache_clear)", closed=CHECKER
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ParallelConfig:
-    replicate: int = key(
-        0, "number of full copies of the model: 1 is FSDP, n is HSDP, 0 is one copy per node", resume=True
-    )
-    region_blocks: int = key(1, "blocks per FSDP unit and per compiled graph", least=1, resume=True)
+    replicate: int = free(0, "number of full copies of the model: 1 is FSDP, n is HSDP, 0 is one copy per node")
+    region_blocks: int = free(1, "blocks per FSDP unit and per compiled graph", least=1)
     dtype: str = key(
         "bf16", "dtype of weights and activations in compute; master weights are always fp32", choices=("bf16", "fp32")
     )
     reduce_dtype: str = key("fp32", "dtype of the gradient reduction", choices=("bf16", "fp32"))
-    kept_regions: int = key(
-        0,
-        "number of last regions whose weights stay gathered between forward and backward; -1: all",
-        least=-1,
-        resume=True,
+    kept_regions: int = free(
+        0, "number of last regions whose weights stay gathered between forward and backward; -1: all", least=-1
     )
-    compile: bool = key(False, "torch.compile of each region", resume=True)
-    activation_budget: float = key(
-        1.0, "with compile: share of the activations that are kept for backward", most=1, resume=True
-    )
-    recompute: str = key(
+    compile: bool = free(False, "torch.compile of each region")
+    activation_budget: float = free(1.0, "with compile: share of the activations that are kept for backward", most=1)
+    recompute: str = free(
         "none",
-        "without compile: keep only the input of each block or region for backward",
+        "keep only the input of each block or region for backward",
         choices=("none", "block", "region"),
-        resume=True,
     )
-    attention: str = key(
-        "auto",
-        "kernel on a GPU; auto: the fastest",
-        choices=("auto", "cudnn", "flash", "efficient", "math"),
-        resume=True,
+    attention: str = free(
+        "auto", "kernel on a GPU; auto: the fastest", choices=("auto", "cudnn", "flash", "efficient", "math")
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GraphConfig:
-    enabled: str = key(
-        "auto",
-        "replay whole steps as captured graphs; auto: on NVIDIA devices",
-        choices=("auto", "on", "off"),
-        resume=True,
+    enabled: str = free(
+        "auto", "replay whole steps as captured graphs; auto: on NVIDIA devices", choices=("auto", "on", "off")
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PrecisionConfig:
     """Number formats of the blocks' linears (docs/precision.md). Everything else computes in parallel.dtype."""
 
@@ -263,14 +242,8 @@ class PrecisionConfig:
     eval: bool = key(
         True, "true: validation and pictures use the formats of training, with dynamic scales; false: bf16"
     )
-    native: bool = key(
-        True,
-        "blocks and rows take torch's kernels where it has them; false: emulate them everywhere",
-        resume=True,
-    )
-    gather: bool = key(
-        True, "gather weights in FP8 where e4m3 is their side: half of their bytes, equal results", resume=True
-    )
+    native: bool = free(True, "blocks and rows take torch's kernels where it has them; false: emulate them everywhere")
+    gather: bool = free(True, "gather weights in FP8 where e4m3 is their side: half of their bytes, equal results")
     history: int = key(1024, "delayed sides: number of steps whose largest values are remembered", least=1, most=2**24)
     dynamic_steps: int = key(16, "delayed sides: number of first steps that use dynamic scales")
 
@@ -280,35 +253,29 @@ class PrecisionConfig:
         return self.preset == "bf16" and not self.rules and not self.switch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SampleConfig:
-    count: int = key(0, "pictures drawn from stored captions at the end of a run and by eval.py", resume=True)
-    every_samples: int = key(
-        0, "draw them also so often, on the clock, beside captured graphs too; 0: at the end only", resume=True
+    count: int = free(0, "pictures drawn from stored captions at the end of a run and by eval.py")
+    every_samples: int = free(
+        0, "draw them also so often, on the clock, beside captured graphs too; 0: at the end only"
     )
-    seed: int = key(0, "seed of the noise from which pictures are drawn", resume=True)
-    steps: int = key(20, "Euler steps", least=1, resume=True)
-    guidance: float = key(1.0, "classifier-free guidance scale; 1: none", resume=True)
-    vae: str = key(
-        "", "ae.safetensors or diffusers' vae/ that decodes latents; data.kind=shapes needs none", resume=True
-    )
+    seed: int = free(0, "seed of the noise from which pictures are drawn")
+    steps: int = free(20, "Euler steps", least=1)
+    guidance: float = free(1.0, "classifier-free guidance scale; 1: none")
+    vae: str = free("", "ae.safetensors or diffusers' vae/ that decodes latents; data.kind=shapes needs none")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MllogConfig:
-    ruleset: str = key(
-        "6.1.0", "rules that the benchmark's log follows", choices=("5.1.0", "6.0.0", "6.1.0"), resume=True
-    )
-    submission_org: str = key("flux_ref", "who submits", resume=True)
-    submission_platform: str = key("unknown", "the system's name", resume=True)
-    submission_division: str = key("closed", "division of the benchmark", choices=("closed", "open"), resume=True)
-    submission_status: str = key("onprem", "availability of the system", resume=True)
-    rehearsal: bool = key(
-        False, "a smaller model tries the closed rules; its log names no benchmark result", resume=True
-    )
+    ruleset: str = free("6.1.0", "rules that the benchmark's log follows", choices=("5.1.0", "6.0.0", "6.1.0"))
+    submission_org: str = free("flux_ref", "who submits")
+    submission_platform: str = free("unknown", "the system's name")
+    submission_division: str = free("closed", "division of the benchmark", choices=("closed", "open"))
+    submission_status: str = free("onprem", "availability of the system")
+    rehearsal: bool = free(False, "a smaller model tries the closed rules; its log names no benchmark result")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Config:
     name: str = "tiny"  # of the config file; not a key
     run: RunConfig = RunConfig()
@@ -337,11 +304,8 @@ KEYS = {  # by "section.key"
 
 def flat(cfg: Config) -> dict[str, Any]:
     """The config as {"section.key": value}."""
-    values = {}
-    for section in SECTIONS:
-        for name, value in vars(getattr(cfg, section)).items():
-            values[f"{section}.{name}"] = value
-    return values
+    parts = {section: vars(getattr(cfg, section)) for section in SECTIONS}
+    return {f"{section}.{name}": value for section, part in parts.items() for name, value in part.items()}
 
 
 def rank_batch(cfg: Config, world_size: int) -> int:
@@ -356,7 +320,7 @@ def micro_batch(cfg: Config, world_size: int) -> int:
 
 def run_dir(cfg: Config) -> Path:
     """The run's folder."""
-    return Path(cfg.run.dir or f"runs/{cfg.name}")
+    return Path(cfg.run.dir or f"runs/{cfg.name}").expanduser()
 
 
 def empty_dir(cfg: Config) -> Path:

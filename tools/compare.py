@@ -63,7 +63,7 @@ def compare(a: list[Path], b: list[Path]) -> dict[int, Row]:
 
 def by_seed(runs: list[Path]) -> list[tuple[int, Path]]:
     """Each run with its train.seed, in their order. Raises: Refusal."""
-    return sorted((config_file.of_run(run).train.seed, run) for run in runs)
+    return sorted((config_file.load(run / "config.toml").train.seed, run) for run in runs)
 
 
 def main(argv: list[str]) -> int:
@@ -77,8 +77,8 @@ def main(argv: list[str]) -> int:
     seeds = [seed for seed, _ in a]
     if seeds != [seed for seed, _ in b] or len({*seeds}) < max(2, len(seeds)):
         raise Refusal("--a and --b: give each a run of each seed (train.seed), at least two")
-    of_a = config.flat(config_file.of_run(a[0][1]))
-    of_b = config.flat(config_file.of_run(b[0][1]))
+    of_a = config.flat(config_file.load(a[0][1] / "config.toml"))
+    of_b = config.flat(config_file.load(b[0][1] / "config.toml"))
     for key in of_a:
         if of_a[key] != of_b[key] and key != "run.dir":
             print(f"{key} is {of_a[key]!r} in A, {of_b[key]!r} in B")

@@ -63,17 +63,6 @@ def faults(path, ruleset: str = MllogConfig.ruleset) -> list[str]:
     return run.faults
 
 
-def test_these_keys_are_fixed():
-    """By the sources that config.py names."""
-    assert {key for key in closed.FIXED if not key.startswith("model.")} == {
-        *("init.weights", "train.caption_drop", "train.timestep", "train.timestep_shift"),
-        *("optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay", "optim.clip_norm"),
-        *("eval.every_samples", "eval.target", "eval.noise", closed.VAL_PRECISION),
-        *("data.kind", "data.train_count", "data.val_count", "data.evict"),
-    }
-    assert {key for key in config.KEYS if key.startswith("model.")} <= set(closed.FIXED)
-
-
 def test_each_departure_alone_disqualifies(tmp_path):
     """Without the entries `disqualified`, the logged values still speak, to `report` or to the official checker."""
     gbs512 = CONFIGS["schnell_gbs512"]

@@ -65,6 +65,6 @@ def test_what_makes_no_pairs_is_refused(runs, tmp_path):
         ((a[:1], b[:1]), "at least two"),
         (([*a, a[0]], [*b, b[0]]), "give each a run of each seed"),
         ((a, b), "share no evaluation"),
-        (([str(tmp_path)], b), "holds no run"),
+        (([str(tmp_path)], b), "config.toml: No such file"),
     ):
         assert words in refusal(compare.main, ["--a", *left, "--b", *right]), words

@@ -52,8 +52,8 @@ def has_words(line: str, *words: object) -> bool:
 REQUESTS = {
     "--train.global_bacth=8": ["unknown key train.global_bacth", "train.global_batch"],
     "--train.seed": ["--train.seed", "--section.key=value", "as in --optim.lr=1e-4"],
-    "--optim.lr 1e-4": ["--optim.lr 1e-4: ", "write --optim.lr=1e-4"],
-    "--eval.batch=8 1e-4": ["'1e-4' is no option"],
+    "--optim.lr 1e-4": ["'--optim.lr'", "--section.key=value"],
+    "--eval.batch=8 1e-4": ["'1e-4'", "a file or a folder comes first"],
     "--data.train=": ["data folder"],
     "--train.micro_batch=5": ["train.global_batch=12", "train.micro_batch=5", "use a multiple of 5"],
     "--parallel.replicate=2": ["parallel.replicate=2", "1 rank"],
