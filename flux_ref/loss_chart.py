@@ -1,6 +1,7 @@
 """The chart of the losses of a run, and the range of losses that all charts show."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -13,10 +14,10 @@ WIDTH, HEIGHT = 900, 520  # pixels
 LEFT, TOP, RIGHT, BOTTOM = 80, 50, 860, 460
 EARLY = 0.1  # this share of a run has losses so high that they would hide all others
 
-Curve = list[tuple[float, float]]  # training samples, loss
+Curve = Sequence[tuple[float, float]]  # training samples, loss
 
 
-def span(curves: list[Curve], target: float = 0.0) -> tuple[float, float]:
+def span(curves: Sequence[Curve], target: float = 0.0) -> tuple[float, float]:
     """The range that a chart shows: the target (0: none) and all losses but the high ones at the start of each run."""
     late = [loss for curve in curves for samples, loss in curve if samples >= EARLY * curve[-1][0]]
     high = max([target, *late])
@@ -34,7 +35,7 @@ def ticks(low: float, high: float) -> dict[float, str]:
 
 
 def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
-    """Save losses over training samples as a PNG. target: 0 for none. Losses above the range leave it at the top."""
+    """Save losses over training samples as a PNG. target: 0 for none. Losses above the range lie on its upper edge."""
     image = Image.new("RGB", (WIDTH, HEIGHT), "white")
     pen = ImageDraw.Draw(image)
     pen.font = ImageFont.load_default(size=15)
@@ -42,25 +43,23 @@ def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
     low, high = span([curve for curve in (train, val) if curve], target)
 
     def place(samples: float, loss: float) -> tuple[float, float]:
-        x = LEFT + samples / most * (RIGHT - LEFT)
-        return x, BOTTOM - (loss - low) / (high - low) * (BOTTOM - TOP)
+        height = min(1.0, (loss - low) / (high - low))
+        return LEFT + samples / most * (RIGHT - LEFT), BOTTOM - height * (BOTTOM - TOP)
 
     for loss, text in ticks(low, high).items():
         pen.line([place(0, loss), place(most, loss)], fill=PALE)
         pen.text((LEFT - 8, place(0, loss)[1]), text, fill=INK, anchor="rm")
     for samples, text in ticks(0, most).items():
-        pen.text((place(samples, 0)[0], BOTTOM + 8), text, fill=INK, anchor="mt")
+        pen.text((place(samples, low)[0], BOTTOM + 8), text, fill=INK, anchor="mt")
     pen.text((RIGHT, BOTTOM + 32), "training samples", fill=INK, anchor="rt")
 
-    pen.line([place(*point) for point in train], fill=TRAIN, width=2)
-    pen.line([place(*point) for point in val], fill=VAL, width=2)
+    goal = [(0, target), (most, target)] if target else []
+    named = (("training loss", TRAIN, train), ("validation loss", VAL, val), (f"target {target:g}", GOAL, goal))
+    for column, (name, colour, curve) in enumerate(named):
+        if curve:
+            pen.line([place(*point) for point in curve], fill=colour, width=2)
+            pen.text((LEFT + 140 * column, 12), name, fill=colour)
     for point in val:
         pen.circle(place(*point), 4, fill=VAL)
-    pen.rectangle((0, 0, WIDTH, TOP - 1), fill="white")  # what is above the range
-    pen.text((LEFT, 12), "training loss", fill=TRAIN)
-    pen.text((LEFT + 130, 12), "validation loss", fill=VAL)
-    if target:
-        pen.line([place(0, target), place(most, target)], fill=GOAL, width=2)
-        pen.text((LEFT + 260, 12), f"target {target:g}", fill=GOAL)
     with whole(path) as partial:
         image.save(partial, format="PNG")

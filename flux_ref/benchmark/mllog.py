@@ -25,18 +25,16 @@ class LogFile(logging.Handler):
     error: the first OSError. mlperf-logging swallows what a handler raises, so BenchmarkLog raises the error.
     """
 
-    def __init__(self):
-        super().__init__()
-        self.is_placed = False
-        self.path: Path | None = None
-        self.kept: list[str] = []
-        self.error: OSError | None = None
+    is_placed = False
+    path: Path | None = None
+    error: OSError | None = None
+    kept = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.kept.append(self.format(record) + "\n")
+        self.kept += self.format(record) + "\n"
         if self.is_placed:
-            text = "".join(self.kept)
-            self.kept.clear()
+            text = self.kept
+            self.kept = ""
             try:
                 if self.path and not self.error:  # after a gap nothing follows
                     files.append(self.path, text)
@@ -47,7 +45,7 @@ class LogFile(logging.Handler):
 class BenchmarkLog:
     """Writes result_0.txt, once `write_to` tells where it lies."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.in_block = False
         self.loss_keys = [constants.EVAL_ACCURACY]
         self.flaws: list[str] = []  # why this is no benchmark result, in words
@@ -61,17 +59,10 @@ class BenchmarkLog:
         """Write the lines so far with the next one, and from then on each line as it comes. None: nowhere."""
         self.file.path = path
         self.file.is_placed = True
-        self._require_written()
-
-    def _require_written(self) -> None:
-        """Raises: OSError if a line could not be written. A log with a gap must end the run."""
-        if self.file.error:
-            raise self.file.error
 
     def text(self, line: str) -> None:
         """Add a line of the run's output. spec: result files hold the whole framework log."""
         self.logger.info(line)
-        self._require_written()
 
     def cache_clear(self) -> None:
         self.mllogger.event(constants.CACHE_CLEAR, True)
@@ -95,14 +86,17 @@ class BenchmarkLog:
         self.clock_s = time.time() - steady_s()
         self.began_s = steady_s()
         self.mllogger.start(constants.RUN_START)
-        self._require_written()
 
     def block_start(self, samples: int) -> None:
-        """Training goes on. Starts a block unless one has begun; the next evaluation ends the block."""
+        """Training goes on. Starts a block unless one has begun; the next evaluation ends the block.
+
+        Raises: OSError if a line could not be written. A log with a gap must end the run.
+        """
         if not self.in_block:
             self.in_block = True
             self.mllogger.start(constants.BLOCK_START, metadata={"samples_count": samples})
-        self._require_written()
+        if self.file.error:
+            raise self.file.error
 
     def eval_start(self, samples: int) -> None:
         """samples: training samples so far."""
@@ -110,21 +104,18 @@ class BenchmarkLog:
             self.mllogger.end(constants.BLOCK_STOP, metadata={"samples_count": samples})
             self.in_block = False
         self.mllogger.start(constants.EVAL_START, metadata={"samples_count": samples})
-        self._require_written()
 
     def eval_stop(self, samples: int, loss: float) -> None:
         """loss: the validation loss after this number of training samples."""
         for key in self.loss_keys:
             self.mllogger.event(key, loss, metadata={"samples_count": samples})
         self.mllogger.end(constants.EVAL_STOP, metadata={"samples_count": samples})
-        self._require_written()
 
     def disqualify(self, why: str) -> None:
         """Log why this run's time is no benchmark result. The same words again do nothing."""
         if why not in self.flaws:
             self.flaws.append(why)
             self.mllogger.event("disqualified", why)
-        self._require_written()
 
     @property
     def flaw(self) -> str:
@@ -132,7 +123,7 @@ class BenchmarkLog:
         return "; ".join(self.flaws) or self.rehearsal
 
     def run_stop(self, samples: int, success: bool, reason: str) -> None:
-        """The clock stops. reason: why, in words."""
+        """The clock stops. reason: why, in words. Raises: OSError, as block_start does."""
         jump_s = time.time() - steady_s() - self.clock_s
         if abs(jump_s) > CLOCK_JUMP_S + CLOCK_DRIFT * (steady_s() - self.began_s):  # the log has the wall clock's times
             self.disqualify(f"the clock was set by {jump_s:+.1f} s in the run")
@@ -142,7 +133,8 @@ class BenchmarkLog:
             reason += f"; {self.rehearsal}"
         status = constants.SUCCESS if success and not self.flaws else constants.ABORTED
         self.mllogger.end(constants.RUN_STOP, metadata={"status": status, "samples_count": samples, "reason": reason})
-        self._require_written()
+        if self.file.error:
+            raise self.file.error
 
 
 def steady_s() -> float:
