@@ -32,6 +32,7 @@ from flux_ref.alive import Alive
 from flux_ref.arithmetic import Arithmetic, arithmetic_of
 from flux_ref.benchmark import closed, convergence
 from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
+from flux_ref.checkpoint import Saver, load
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
 from flux_ref.environment import choose_compiler_folder
@@ -39,7 +40,6 @@ from flux_ref.errors import Interrupted
 from flux_ref.evaluate import validation_loss
 from flux_ref.ranks import World
 from flux_ref.report import Reporter
-from flux_ref.saver import Saver, load
 from flux_ref.step_runner import State
 
 

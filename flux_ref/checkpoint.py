@@ -1,30 +1,43 @@
-"""Checkpoints on disk.
+"""Checkpoints: what they hold, saving behind the training, and loading on any number of ranks.
 
     step_000000800/
         rank_00000_000.safetensors   rows of this rank, in files of about FILE_BYTES
         manifest.json                counters and config; which file holds which rows; a checksum of each file
 
 A folder gets this name only after every byte is on the disk; folders with other names are ignored. Nothing is pickled.
-saver.py says what a checkpoint holds.
+
+A checkpoint holds fp32 weights, the optimizer's moments, the history of delayed FP8 scales, the counters and the
+config. Nothing in it belongs to a rank, so any number of ranks can continue from it. With NAME as Black Forest Labs'
+name of a parameter, its keys are model.NAME, optimizer.state.NAME.{exp_avg,exp_avg_sq} and fp8.history.LAYER. With
+optim.ema there is also optimizer.state.NAME.ema.
 """
 
 import json
 import re
+import secrets
 import shlex
+import shutil
+import threading
+import time
 import zlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from flux_ref import files, tensors
-from flux_ref.errors import Refusal
+from flux_ref import config, files, ranks, sharding, tensors
+from flux_ref.config import Config
+from flux_ref.errors import Fault, Refusal
+from flux_ref.ranks import World
+from flux_ref.step_runner import State
 
-FORMAT = 3
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_([0-9]{9})")
 FILE_BYTES = 2**28  # writing takes as much host memory; a reader of some rows reads the whole file, for its checksum
+BUFFER_ELEMENTS = 2**28  # 1 GiB: a power of two, and small beside a rank's shards
+HISTORY = "fp8.history."  # and a layer: how the keys of delayed scales begin
 
 
 def folder_of(run: Path) -> Path:
@@ -42,11 +55,17 @@ def step_of(checkpoint: Path) -> int:
 
 
 def prune(run: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what interrupted saves and deletions have left."""
+    """Remove all but the newest `keep` checkpoints, and what interrupted saves and deletions have left.
+
+    What cannot be removed now is tried again after the next save.
+    """
     for path in list_checkpoints(run)[:-keep]:
         path.rename(path.with_name(f".{path.name}.deleted"))
     for path in folder_of(run).glob(".step_*"):
-        files.remove(path)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# The rows of a state that a rank holds
 
 
 @dataclass(frozen=True)
@@ -58,51 +77,86 @@ class TensorSlice:
     shape: torch.Size
 
 
-@dataclass(frozen=True)
-class TensorEntry:
-    """A tensor of a checkpoint: its shape, and where its rows are, as (first row, rows, file)."""
+def rows_of(state: State) -> dict[str, TensorSlice]:
+    """All tensors of a state by checkpoint key, as the rows that this rank holds. They share memory with the state."""
+    rows = {}
+    for name, parameter in sharding.named_parameters(state.net).items():
+        first, local = sharding.local_rows(parameter)
+        rows[f"model.{name}"] = TensorSlice(local.detach(), first, parameter.shape)
+    for moment, values in state.opt.moments().items():
+        for name, tensor in zip(state.opt.names, values):
+            rows[f"optimizer.state.{name}.{moment}"] = replace(rows[f"model.{name}"], local=tensor)
+    precision = state.arithmetic
+    for layer, history in zip(precision.remembering, precision.history.split(2)):  # every rank has all of it
+        rows[f"{HISTORY}{layer}"] = TensorSlice(history, 0, history.shape)
+    return rows
 
-    shape: list[int]
-    chunks: list[tuple[int, int, str]]
+
+def rows_to_write(rows: dict[str, TensorSlice], world: World) -> dict[str, TensorSlice]:
+    """The rows that this rank writes. Replicas hold equal rows; each tensor is written by one replica.
+
+    The next tensor goes to the replica with the fewest elements so far, so all nodes write about equally much.
+    """
+    replica = world.mesh.get_local_rank(0) if world.mesh.ndim == 2 else 0
+    shard = world.mesh.get_local_rank(world.mesh.ndim - 1)
+    written = [0] * world.replicas
+    own = {}
+    for key, part in rows.items():
+        writer = written.index(min(written))
+        written[writer] += part.shape.numel()
+        if writer == replica and part.local.numel() and (shard == 0 or not key.startswith(HISTORY)):
+            own[key] = part
+    return own
 
 
-# What one rank has written, for JSON: {file: CRC-32}, and (key, shape, chunk) of each tensor.
-Part = tuple[dict[str, int], list[tuple[str, list[int], tuple[int, int, str]]]]
+def allocate_host_buffers(rows: dict[str, TensorSlice], pin: bool) -> dict[str, TensorSlice]:
+    """The same rows, all fp32, as undefined host tensors in a few large buffers; pin: pinned. Raises: RuntimeError.
+
+    torch rounds each pinned allocation up to a power of two, so one buffer per tensor would take a third more.
+    """
+    left = sum(part.local.numel() for part in rows.values())
+    room = torch.empty(0)
+    copies = {}
+    for key, part in rows.items():
+        count = part.local.numel()
+        if count > len(room):
+            room = torch.empty(max(count, min(left, BUFFER_ELEMENTS)), pin_memory=pin)
+        copies[key] = replace(part, local=room[:count].view(part.local.shape))
+        room = room[count:]
+        left -= count
+    return copies
 
 
-def write_rank(folder: Path, rank: int, rows: dict[str, TensorSlice]) -> Part:
+# Writing
+
+
+# Of each file: its CRC-32, and {key: (first row, number of rows)}. Manifests hold it, too.
+Written = dict[str, tuple[int, dict[str, tuple[int, int]]]]
+
+
+def write_rank(folder: Path, rank: int, rows: dict[str, TensorSlice]) -> Written:
     """Write the rows of one rank, and wait until they are on the disk. Raises: OSError."""
-    checksums = {}
-    chunks = []
+    written: Written = {}
     waiting = dict(rows)
     while waiting:
-        name = f"rank_{rank:05d}_{len(checksums):03d}.safetensors"
         part: dict[str, Tensor] = {}
+        places = {}
         while waiting and sum(tensor.nbytes for tensor in part.values()) < FILE_BYTES:
             key = next(iter(waiting))
             row = waiting.pop(key)
             part[key] = row.local
-            chunks.append((key, list(row.shape), (row.first, len(row.local), name)))
-        checksums[name] = tensors.write(folder / name, part)
-    return checksums, chunks
+            places[key] = (row.first, len(row.local))
+        name = f"rank_{rank:05d}_{len(written):03d}.safetensors"
+        written[name] = (tensors.write(folder / name, part), places)
+    return written
 
 
-def publish(partial: Path, final: Path, info: dict, parts: list[Part]) -> None:
+def publish(partial: Path, final: Path, info: dict, shapes: dict[str, list[int]], written: list[Written]) -> None:
     """Make a folder whose files are on the disk visible under its name, in one step.
 
-    info: what a checkpoint says of the training. parts: of all ranks. Raises: OSError; ValueError if rows are missing.
+    info: what a checkpoint says of the training. shapes: of all tensors. written: by all ranks. Raises: OSError.
     """
-    checksums: dict[str, int] = {}
-    entries: dict[str, TensorEntry] = {}
-    for part_checksums, part_chunks in parts:
-        checksums |= part_checksums
-        for key, shape, chunk in part_chunks:
-            entries.setdefault(key, TensorEntry(shape, [])).chunks.append(chunk)
-    for key, entry in entries.items():
-        if sum(count for _, count, _ in entry.chunks) != entry.shape[0]:
-            raise ValueError(f"rows of {key} are missing or doubled")
-    content = {"format": FORMAT, "info": info, "files": checksums}
-    content["tensors"] = {key: vars(entry) for key, entry in entries.items()}
+    content = {"info": info, "shapes": shapes, "files": {name: file for part in written for name, file in part.items()}}
     files.write_whole(partial / MANIFEST, json.dumps(content | {"crc32": _checksum(content)}))
     files.sync(partial)
     partial.rename(final)
@@ -114,33 +168,170 @@ def _checksum(content: dict) -> int:
     return zlib.crc32(json.dumps(content).encode())
 
 
+def require_space(folder: Path, size: int) -> None:
+    """Raises: OSError unless so many bytes fit. A full disk would have no place for logs either."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        room = f"{free / 1e9:.3g} GB free and a checkpoint takes {size / 1e9:.3g} GB"
+        raise OSError(f"{folder} has {room}; set run.dir to another disk or checkpoint.save=false")
+
+
+class Saver:
+    """Writes checkpoints behind the training, one at a time.
+
+    Training waits only for the copy to host memory. The copy takes as much memory as the rows that this rank writes.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        world: World,
+        state: State,
+        facts: dict[str, int],
+        say: Callable[[str], None],
+        saved: int | None = None,
+    ):
+        """Takes the host memory of the copies. Collective.
+
+        facts:  {"train_samples", "val_samples"}, for the manifest: sizes of the run's data.
+        saved:  the step of the checkpoint that the run starts from, which is not saved again.
+        Raises: Refusal if the disk cannot hold one checkpoint, or if a rank cannot write to it; RuntimeError if a rank
+        lacks this memory.
+        """
+        self.cfg = cfg
+        self.world = world
+        self.facts = facts
+        self.say = say
+        self.run = config.run_dir(cfg)
+        self.group = ranks.host_group("save")
+        self.nonce = ranks.gather_objects(secrets.token_hex(4))[0]  # two jobs never write into one folder
+        rows = rows_of(state)
+        self.shapes = {key: list(row.shape) for key, row in rows.items()}
+        self.bytes = sum(row.shape.numel() * row.local.itemsize for row in rows.values())  # of one checkpoint
+        self.thread: threading.Thread | None = None
+        self.step = saved  # of the newest save
+        self.failure: str | None = None  # why the newest save failed
+        self._require_place()
+        with ranks.agreed():
+            self.host = allocate_host_buffers(rows_to_write(rows, world), world.pin)
+
+    def _require_place(self) -> None:
+        """Try the disk: every rank writes a file into the run's folder, or where a new run will make it."""
+        run = self.run.resolve()
+        folder = next(path for path in (run, *run.parents) if path.exists())
+        trial = folder / f".trial.{self.nonce}{files.PARTIAL}"
+        try:
+            with ranks.agreed():
+                if self.world.rank == 0:
+                    require_space(folder, self.bytes)
+                    trial.mkdir()
+            with ranks.agreed():
+                if not trial.is_dir():
+                    raise Refusal(f"{folder} is not the folder that rank 0 sees; put run.dir on a disk of all nodes")
+                (trial / str(self.world.rank)).touch()
+        finally:
+            if self.world.rank == 0:
+                files.remove(trial)
+
+    def save(self, state: State) -> None:
+        """Begin to save a state, unless this step is saved already. Waits for the save before. Collective."""
+        self.wait()
+        if self.step == state.step and self.failure is None:
+            return
+        self.step = state.step
+        info = {
+            "step": state.step,
+            "samples": state.samples,
+            **self.facts,
+            "name": self.cfg.name,
+            "config": config.flat(self.cfg),
+            "world_size": self.world.size,
+            "torch": torch.__version__,
+        }
+        rows = rows_of(state)
+        for key, copy in self.host.items():
+            copy.local.copy_(rows[key].local, non_blocking=True)
+        copied = ranks.record_copy_event(self.world.device)
+        wait_for_copy = copied.synchronize if copied else lambda: None
+        self.thread = threading.Thread(target=self._save, args=(info, wait_for_copy), daemon=True)
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Until no save is under way."""
+        while self.thread is not None and self.thread.is_alive():
+            self.thread.join(0.1)  # a signal just before a longer wait is seen only after that wait
+
+    def finish(self) -> None:
+        """Wait for the newest save. Raises: Fault, on every rank, if it failed."""
+        self.wait()
+        if self.failure is not None:
+            raise Fault(f"checkpoint of step {self.step} is not saved: {self.failure}")
+
+    def _save(self, info: dict, wait_for_copy: Callable[[], None]) -> None:
+        """In a thread of its own, on every rank."""
+        begin = time.perf_counter()
+        final = folder_of(self.run) / f"step_{info['step']:09d}"
+        partial = final.with_name(f".{final.name}.{self.nonce}")
+        self.failure = None
+        try:
+            self._write(partial, final, info, wait_for_copy)
+            result = f"saved in {time.perf_counter() - begin:.1f} s"
+        except Exception as error:  # on every rank: disks fill up
+            self.failure = " ".join(str(error).split())
+            result = f"NOT saved: {self.failure}; older ones are untouched, training goes on"
+        if self.world.rank == 0:
+            if not self.failure:
+                prune(self.run, self.cfg.checkpoint.keep)
+            shutil.rmtree(partial, ignore_errors=True)
+            self.say(f"checkpoint {final} {result}")
+
+    def _write(self, partial: Path, final: Path, info: dict, wait_for_copy: Callable[[], None]) -> None:
+        """Write all files, then make the folder visible under its name. Raises on all ranks if one rank fails."""
+        with ranks.agreed(self.group):
+            wait_for_copy()
+            if self.world.rank == 0:
+                partial.parent.mkdir(exist_ok=True)  # if the user has deleted it; a deleted run folder stays away
+                require_space(partial.parent, self.bytes)
+                partial.mkdir()
+        with ranks.agreed(self.group):
+            own = write_rank(partial, self.world.rank, self.host)
+        written = ranks.gather_objects(own, self.group)
+        with ranks.agreed(self.group):
+            if self.world.rank == 0:
+                publish(partial, final, info, self.shapes, written)
+
+
+# Reading
+
+
 class Checkpoint:
     """A whole checkpoint, open for reading. No rows of a file are read before its checksum was right.
 
-    info:    what it says of the training: {"step", "samples", "config", ...}, as Saver writes it.
-    tensors: {key: TensorEntry}.
+    info:   what it says of the training: {"step", "samples", "config", ...}, as Saver writes it.
+    shapes: of its tensors, by key.
     """
 
     def __init__(self, folder: Path):
-        """Raises: Refusal if the manifest is missing, damaged or of another version."""
+        """Raises: Refusal if the manifest is missing or damaged."""
         self.folder = folder
         self._right: set[str] = set()  # files whose checksum was right
         path = folder / MANIFEST
         content = files.json_object(path.read_bytes()) if path.is_file() else {}
         if content.pop("crc32", None) != _checksum(content):
             raise self._damaged(path)
-        if content["format"] != FORMAT:
-            raise Refusal(f"checkpoint {folder} is of another version; use the flux_ref that wrote it")
-        self.info = content["info"]
-        self.files = content["files"]
-        self.tensors = {key: TensorEntry(**entry) for key, entry in content["tensors"].items()}
+        self.info: dict = content["info"]
+        self.shapes: dict[str, tuple[int, ...]] = {key: tuple(shape) for key, shape in content["shapes"].items()}
+        self.files: Written = content["files"]
+        self._places: dict[str, list[tuple[int, int, str]]] = {}  # of each tensor: first row, rows, file
+        for name, (_, rows) in self.files.items():
+            for key, (first, count) in rows.items():
+                self._places.setdefault(key, []).append((first, count, name))
 
     def read(self, key: str, first: int = 0, count: int | None = None) -> Tensor:
         """Rows first .. first + count of a tensor, on the host, in fp32. Raises: Refusal for damage."""
-        entry = self.tensors[key]
-        end = entry.shape[0] if count is None else first + count
-        pieces = [torch.empty(0, *entry.shape[1:])]
-        for start, length, name in sorted(entry.chunks):
+        end = self.shapes[key][0] if count is None else first + count
+        pieces = [torch.empty(0, *self.shapes[key][1:])]
+        for start, length, name in sorted(self._places[key]):
             low = max(first, start)
             high = min(end, start + length)
             if low < high:
@@ -151,7 +342,7 @@ class Checkpoint:
     def _check(self, path: Path) -> None:
         """Raises: Refusal unless the file's checksum is right. It is read once."""
         if path.name not in self._right:
-            if not path.is_file() or tensors.crc32(path) != self.files[path.name]:
+            if not path.is_file() or tensors.crc32(path) != self.files[path.name][0]:
                 raise self._damaged(path)
             self._right.add(path.name)
 
@@ -160,3 +351,21 @@ class Checkpoint:
         aside = shlex.join(("mv", str(self.folder), f"{self.folder}.damaged"))
         remedy = f"`{aside}` lets the run go on from the checkpoint before it"
         return Refusal(f"checkpoint file {path} is missing or damaged (checksum differs); {remedy}")
+
+
+def load(path: Path, state: State) -> None:
+    """Fill weights, moments, history and counters from a checkpoint of the same run. Collective. Raises: Refusal.
+
+    Each rank reads only its own rows. A layer that the checkpoint does not know has no history: no stage up to here
+    has delayed sides there. So the run equals one that knew all stages from the start.
+    """
+    with ranks.agreed(), torch.no_grad():
+        saved = Checkpoint(path)
+        for key, row in rows_of(state).items():
+            if key.startswith(HISTORY) and key not in saved.shapes:
+                row.local.zero_()
+            else:
+                row.local.copy_(saved.read(key, row.first, len(row.local)))
+    state.arithmetic.set_scales()
+    state.set_clock(saved.info["step"], saved.info["samples"])
+    state.opt.set_steps(state.step)

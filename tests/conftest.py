@@ -1,7 +1,6 @@
 """What the tests share: a micro model, a data set for it, and ways to start train.py and eval.py."""
 
 import contextlib
-import fcntl
 import importlib
 import os
 import re
@@ -17,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flux_ref import checkpoint, config, config_file, errors, ranks, toy
+from flux_ref import checkpoint, config, config_file, errors, files, ranks, toy
 from flux_ref.checkpoint import Checkpoint
 from flux_ref.data import TrainSet, ValSet
 from flux_ref.errors import Refusal
@@ -48,13 +47,12 @@ def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def folder(name: str, fill: Callable[[Path], object]) -> Path:
-        path = base / name
-        with (base / f"{name}.lock").open("a+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not lock.seek(0, os.SEEK_END):  # where this process opened it, it may have been empty
+        path, filled = base / name, base / f"{name}.filled"
+        with files.lock(base / f"{name}.lock", f"{path} is being filled", "wait", wait_s=600):
+            if not filled.exists():
                 shutil.rmtree(path, ignore_errors=True)  # another worker has failed
                 fill(path)
-                lock.write("filled")
+                filled.touch()
         return path
 
     return folder
@@ -130,7 +128,7 @@ def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: flo
 def trained(run: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
     """The tensors of a run's newest checkpoint, by name."""
     saved = Checkpoint(checkpoint.list_checkpoints(run)[-1])
-    return {key.removeprefix(prefix): saved.read(key) for key in saved.tensors if key.startswith(prefix)}
+    return {key.removeprefix(prefix): saved.read(key) for key in saved.shapes if key.startswith(prefix)}
 
 
 def require_identical(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:

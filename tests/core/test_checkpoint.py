@@ -1,58 +1,81 @@
-"""Checkpoints on disk: any rows come back bit for bit, and damage of any file is told in one line."""
+"""Checkpoints: any rows and any number of ranks go on, bit for bit, from what any other has written; damage of any file
+is told in one line; and a save that fails, on whatever rank, costs nothing but itself.
+"""
 
 import random
+import re
+import threading
+from collections.abc import Callable
 from itertools import pairwise
+from math import ceil, prod
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+import checkpoint_ranks
 import pytest
 import torch
-from conftest import refusal, require_identical
+from checkpoint_ranks import FACTS, SAMPLES, STEP, narrow_config
+from conftest import micro_config, micro_run, refusal, require_identical
+from run_files import column, saved_steps, tensors_of
 from safetensors.torch import load_file
 
-from flux_ref import checkpoint, tensors
-from flux_ref.checkpoint import Checkpoint, TensorSlice
+from flux_ref import checkpoint, config, config_file, optim
+from flux_ref.alive import Alive
+from flux_ref.checkpoint import Checkpoint, Saver, TensorSlice
+from flux_ref.errors import Fault
+from flux_ref.model import parameter_table
 
+HSDP = pytest.param(4, marks=pytest.mark.slow)  # ranks: 2 replicas x 2 shards
+SEVERAL, SIZES = (3, HSDP), (1, 3, HSDP)
 INFO = {"step": 7, "samples": 84, "name": "micro", "config": {"model.rope_axes": [4, 2, 2], "optim.lr": 1e-4}}
 SHAPES = {"model.w": (13, 3, 2), "model.b": (1,), "optimizer.state.w.exp_avg": (7, 5), "model.wide": (2, 300)}
-WANT = {name: torch.randn(shape, generator=torch.Generator().manual_seed(0)) for name, shape in SHAPES.items()}
+VALUES = {name: torch.randn(shape, generator=torch.Generator().manual_seed(0)) for name, shape in SHAPES.items()}
 
 
-def write_checkpoint(folder: Path, parts: int, left_out: int = 0) -> Path:
-    """A checkpoint by so many ranks, of which some hold no rows of some tensors. left_out: rows of each tensor."""
+# The format
+
+
+def write_checkpoint(folder: Path, parts: int) -> Path:
+    """A checkpoint by so many ranks, of which some hold no rows of some tensors."""
     draw = random.Random(parts)
     pieces: list[dict[str, TensorSlice]] = [{} for _ in range(parts)]
-    for name, tensor in WANT.items():
-        ends = [left_out, *sorted(draw.randint(left_out, len(tensor)) for _ in range(parts - 1)), len(tensor)]
+    for name, tensor in VALUES.items():
+        ends = [0, *sorted(draw.randint(0, len(tensor)) for _ in range(parts - 1)), len(tensor)]
         for piece, (low, high) in zip(draw.sample(pieces, parts), pairwise(ends)):
             if low < high:
                 piece[name] = TensorSlice(tensor[low:high], low, tensor.shape)
     partial = folder.with_name(f".{folder.name}.partial")
     partial.mkdir(parents=True)
     written = [checkpoint.write_rank(partial, number, piece) for number, piece in enumerate(pieces)]
-    checkpoint.publish(partial, folder, INFO, written)
+    checkpoint.publish(partial, folder, INFO, SHAPES, written)
     return folder
 
 
-def test_any_rows_are_those_of_the_whole_and_none_is_left_out(tmp_path, monkeypatch):
+def test_any_rows_are_those_of_the_whole(tmp_path, monkeypatch):
     draw = random.Random(0)
     for number, (parts, most) in enumerate([(1, 1), (1, 10**9), (2, 100), (3, 10**9), (5, 100)]):
         monkeypatch.setattr(checkpoint, "FILE_BYTES", most)
         found = Checkpoint(write_checkpoint(tmp_path / str(number), parts))
         assert found.info == INFO and (len(found.files) > parts) == (most < 10**9)
-        for name, tensor in list(WANT.items()) * 10:
+        for name, tensor in list(VALUES.items()) * 10:
             low, high = sorted(draw.randint(0, len(tensor)) for _ in range(2))
             assert torch.equal(found.read(name, low, high - low), tensor[low:high])
-        require_identical({name: found.read(name) for name in found.tensors}, WANT)
-    with pytest.raises(ValueError, match=r"rows of .* are missing"):
-        write_checkpoint(tmp_path / "step_000000007", 2, left_out=1)
-    assert not (tmp_path / "step_000000007").exists()
+        require_identical(tensors_of(found.folder), VALUES)
+
+
+def read_first(saved: Path, key: str | None) -> None:
+    """Open a checkpoint, and read a tensor."""
+    found = Checkpoint(saved)
+    if key:
+        found.read(key)
 
 
 def test_damage_of_any_file_is_told_and_no_damaged_row_is_read(tmp_path, monkeypatch):
     """A flipped bit, a file that is cut short, longer or missing."""
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 100)
     saved = write_checkpoint(tmp_path / "step_000000007", parts=3)
-    holders = {file: key for key, entry in Checkpoint(saved).tensors.items() for *_, file in entry.chunks}
+    holders = {name: next(iter(rows)) for name, (_, rows) in Checkpoint(saved).files.items()}
     for path in sorted(saved.iterdir()):
         content = path.read_bytes()
         flipped = [content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :] for at in range(0, len(content), 7)]
@@ -60,16 +83,11 @@ def test_damage_of_any_file_is_told_and_no_damaged_row_is_read(tmp_path, monkeyp
             path.unlink()
             if other is not None:
                 path.write_bytes(other)
-            if path.name == checkpoint.MANIFEST:
-                words = refusal(Checkpoint, saved)
-            else:
-                words = refusal(Checkpoint(saved).read, holders[path.name])
+            words = refusal(read_first, saved, holders.get(path.name))
             want = f"checkpoint file {path} is missing or damaged (checksum differs); `mv {saved} {saved}.damaged`"
             assert words.startswith(want)
             path.touch()
         path.write_bytes(content)
-    monkeypatch.setattr(checkpoint, "FORMAT", 0)
-    assert "is of another version" in refusal(Checkpoint, saved)
 
 
 def test_the_newest_whole_checkpoints_stay_and_nothing_that_broke_off(tmp_path):
@@ -79,19 +97,160 @@ def test_the_newest_whole_checkpoints_stay_and_nothing_that_broke_off(tmp_path):
     others = ["step_12", "step_00000001x", "step_000000012.damaged", ".hidden", "mine"]
     for name in [*names, *others, ".step_000000011.ab12cd34", ".step_000000001.deleted"]:
         (folder / name / "below").mkdir(parents=True)
-    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [0, 9, 10, 123456789]
+    assert saved_steps(tmp_path) == [0, 9, 10, 123456789]
     checkpoint.prune(tmp_path, 2)
     assert {path.name for path in folder.iterdir()} == {"step_000000010", "step_123456789", *others}
 
 
-def test_files_are_safetensors_and_what_is_none_is_refused(tmp_path):
-    odd = torch.arange(12).reshape(3, 4)
-    content = {"a": odd[1:], "none": odd[:0], "scalar": torch.tensor(2.5), 'a "b" \\ ü': torch.ones(1).bfloat16()}
-    path = tmp_path / "x.safetensors"
-    assert tensors.write(path, content) == tensors.crc32(path)
-    require_identical(load_file(path), content)
-    assert torch.equal(tensors.read_rows(path, "a", 1, 1, "weights"), content["a"][1:2])
-    for bad in (path.read_bytes()[:-1], b"\xff" * 8):
-        path.write_bytes(bad)
-        words = refusal(tensors.read_rows, path, "a", 0, 1, "weights")
-        assert f"weights {path} cannot be read as safetensors: " in words
+# States of any number of ranks
+
+
+@pytest.mark.parametrize("readers", SIZES)
+def test_ranks_go_on_from_what_others_have_written_bit_for_bit(measured, world, readers):
+    """Several ranks have read what at most as many have written; here one rank reads what all have."""
+    reading = dict(measured[readers]["checkpoint"]["reading"])
+    alone = checkpoint_ranks.read(narrow_config(Path("unused")), world, measured.checkpoint(readers))
+    for found, size in [(alone, 1), *((found, readers) for found in reading.values())]:
+        assert found["clock"] == (STEP, SAMPLES)
+        require_identical(found["after steps"], measured[size]["checkpoint"]["on"])
+
+
+@pytest.mark.parametrize("writers", SIZES)
+def test_every_byte_is_written_once_and_is_on_the_disk_before_the_folder_has_its_name(measured, writers):
+    final = measured.checkpoint(writers)
+    saved = Checkpoint(final)
+    cfg = narrow_config(final.parents[1], parallel__replicate=2 if writers == 4 else 1)
+    require_identical(tensors_of(final), checkpoint_ranks.written_tensors(cfg))
+    assert config_file.from_flat(saved.info["name"], saved.info.pop("config")) == cfg
+    other = {"name": "micro", "torch": torch.__version__, "world_size": writers}
+    assert saved.info == {"step": STEP, "samples": SAMPLES} | FACTS | other
+    sizes = [sum(t.nbytes for t in load_file(path).values()) for path in final.glob("*.safetensors")]
+    parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
+    assert sum(sizes) == 16 * parameters == optim.bytes_per_parameter(cfg.optim) * parameters
+    assert writers == 3 or max(sizes) < 1.2 * min(sizes)  # replicas share the work
+    writing = measured[writers]["checkpoint"]["writing"]
+    events = sorted(event for rank in writing["events"] for event in rank)
+    (renamed,) = [number for number, (_, kind, target) in enumerate(events) if (kind, target) == ("rename", str(final))]
+    before = [Path(path).name for _, kind, path in events[:renamed] if kind == "sync"]
+    assert before[-1].startswith(".step_"), "the names of the files come to the disk after the files"
+    assert saved.files.keys() < set(before)
+    assert any(name.startswith(".manifest.json.") for name in before)
+    assert [path for _, kind, path in events[renamed + 1 :] if kind == "sync"] == [str(final.parent)]
+    first, *others = writing["said"]
+    assert len(first) == 1 and first[0].startswith(f"checkpoint {final} saved in ")  # though it was asked for twice
+    assert not any(others) and not list(final.parent.glob(".*"))
+
+
+# Saving behind the training
+
+
+def test_training_goes_on_as_soon_as_save_returns_and_the_next_save_waits(world, tmp_path, monkeypatch):
+    cfg = narrow_config(tmp_path, checkpoint__keep=9)
+    state = checkpoint_ranks.lively_state(cfg, world)
+    gate, write, running, said = threading.Event(), Saver._write, [], []
+
+    def slow(own: Saver, *rest: object) -> None:
+        assert not running, "two at once"
+        running.append(own)
+        assert gate.wait(30)
+        write(own, *rest)
+        running.pop()
+
+    monkeypatch.setattr(Saver, "_write", slow)
+    own = Saver(cfg, world, state, FACTS, said.append)
+    own.save(state)
+    wants = {STEP: checkpoint_ranks.contents(state)}
+    assert checkpoint.list_checkpoints(tmp_path) == [] and said == []
+    threading.Timer(0.2, gate.set).start()
+    for _ in range(2):
+        checkpoint_ranks.take_step(state, 1e-4)
+        wants[state.step] = checkpoint_ranks.contents(state)
+        own.save(state)
+    own.finish()
+    assert saved_steps(tmp_path) == list(wants) and len(said) == 3
+    for path in checkpoint.list_checkpoints(tmp_path):
+        found = {f"{key} of rank 0": tensor for key, tensor in tensors_of(path).items()}
+        require_identical(found, wants[checkpoint.step_of(path)])
+
+
+def test_host_buffers_do_not_overlap_and_waste_little():
+    """torch rounds pinned allocations up to powers of two. Rank 0 of 8 holds schnell's shards; nothing is allocated."""
+    with torch.device("meta"):
+        table = parameter_table(config.ModelConfig())
+        rows = {
+            name: TensorSlice(torch.empty(ceil(shape[0] / 8), *shape[1:]), 0, shape) for name, shape in table.items()
+        }
+        copies = checkpoint.allocate_host_buffers(rows, pin=False)
+    storages = {part.local.untyped_storage()._cdata: part.local.untyped_storage() for part in copies.values()}
+    needed = sum(part.local.nbytes for part in rows.values())
+    taken = sum(1 << (storage.nbytes() - 1).bit_length() for storage in storages.values())
+    assert needed < taken < 1.1 * needed
+
+
+@pytest.mark.parametrize("writers", SEVERAL)
+def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers):
+    run = measured.checkpoint(writers).parents[1] / "breaking"
+    found = measured[writers]["checkpoint"]["breaking"]
+    assert found["before"]["faults"] == found["after"]["faults"] == [""] * writers
+    assert found["after"]["left"] == ["step_000000001", "step_000000005"]
+    for number, (what, (_, _, rank)) in enumerate(checkpoint_ranks.BREAKS.items(), start=2):
+        assert found[what]["left"] == ["step_000000001"], "the older one; no piece of the new one"
+        fault = found[what]["faults"][0]
+        assert found[what]["faults"] == [fault] * writers
+        reason = fault.removeprefix(f"checkpoint of step {number} is not saved: ")
+        assert "No space left on device" in reason and reason.startswith(f"rank {rank % writers}: ") == bool(rank), what
+        (line,), *others = found[what]["said"]
+        assert line.startswith(f"checkpoint {run}/checkpoints/step_{number:09d} NOT saved: {reason};")
+        assert "\n" not in line and not any(others)
+    for path in checkpoint.list_checkpoints(run):
+        assert all(tensor.isfinite().all() for tensor in tensors_of(path).values())
+
+
+# Runs
+
+
+@pytest.fixture
+def trains(shapes_dir, attempt) -> Callable:
+    """trains(run, *overrides) trains here; returns the exit code, stdout, and the line of what went wrong."""
+    return lambda run, *overrides: attempt(*micro_run(shapes_dir, run, *overrides))
+
+
+def test_a_fault_does_not_cost_the_checkpoint_that_is_being_saved(trains, tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise Fault("broken")
+
+    write = checkpoint.write_rank
+    monkeypatch.setattr(checkpoint, "write_rank", lambda *args: threading.Event().wait(0.5) or write(*args))
+    monkeypatch.setattr(Alive, "at", fail)
+    assert trains(tmp_path / "run", "--checkpoint.every_samples=12")[::2] == (3, "broken")
+    (path,) = checkpoint.folder_of(tmp_path / "run").iterdir()
+    assert tensors_of(path)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_training(trains, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    often = ("--checkpoint.every_samples=12", "--checkpoint.keep=1")
+    with monkeypatch.context() as full:
+        usage = lambda folder: SimpleNamespace(free=0 if saved_steps(run) else 10**9)  # noqa: E731
+        full.setattr(checkpoint.shutil, "disk_usage", usage)
+        code, out, line = trains(run, *often)
+    assert code == 3 and re.match("checkpoint of step 5 is not saved: .* has 0 GB free", line), line
+    assert column(run, "step") == [1, 2, 3, 4, 5] and saved_steps(run) == [1]
+    said = [line for line in out.splitlines() if line.startswith("checkpoint")]
+    assert len(said) == 6 and all("older ones are untouched" in line for line in said[1:]), "step 5 comes twice"
+    code, out, _ = trains(run, *often)
+    assert code == 0 and "from step 1" in out and column(run, "step") == [1, 2, 3, 4, 5]
+    assert saved_steps(run) == [5]
+
+
+def test_what_a_start_lacks_for_checkpoints_is_refused_and_leaves_nothing(trains, tmp_path, monkeypatch):
+    parameters = sum(prod(shape) for shape in parameter_table(micro_config().model).values())
+    with monkeypatch.context() as full:
+        full.setattr(checkpoint.shutil, "disk_usage", lambda folder: SimpleNamespace(free=12 * parameters - 1))
+        code, _, line = trains(tmp_path / "run")
+    assert code == 2 and "GB free and a checkpoint takes" in line and f"{tmp_path} " in line
+    assert "set run.dir to another disk or checkpoint.save=false" in line
+    monkeypatch.setattr(checkpoint, "allocate_host_buffers", Mock(side_effect=MemoryError("cannot pin")))
+    code, _, line = trains(tmp_path / "run")
+    assert code == 3 and line.startswith("out of memory: cannot pin; free memory")
+    assert list(tmp_path.iterdir()) == []

@@ -50,7 +50,7 @@ def sample_losses(cfg: config.Config, net, captions: np.ndarray | None = None) -
 
 @pytest.fixture(scope="module")
 def plain(shapes_dir) -> dict[int, list[float]]:
-    cfg = rank_runs.micro_config(shapes_dir)
+    cfg = rank_runs.clipped_config(shapes_dir)
     return sample_losses(cfg, plain_net(cfg))
 
 
@@ -82,7 +82,7 @@ def test_changed_weights_give_a_loss_of_their_own(measured, size):
 
 
 def lone_loss(alone: World, shapes_dir, samples: int, **values: object) -> float:
-    cfg = rank_runs.micro_config(shapes_dir, **values)
+    cfg = rank_runs.clipped_config(shapes_dir, **values)
     val_set = ValSet(cfg, 0, 1, False)
     val_set.open()
     net = lively_net(cfg, alone)

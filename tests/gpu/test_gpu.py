@@ -10,13 +10,13 @@ from fp8_net import Net
 from graph_ranks import everything
 
 from flux_ref import checkpoint, config_file
+from flux_ref.checkpoint import Saver, load
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
 from flux_ref.errors import Refusal
 from flux_ref.precision import fp8
 from flux_ref.precision.hooks import Precision
 from flux_ref.ranks import World
-from flux_ref.saver import Saver, load
 from flux_ref.step import Health, train_step
 from flux_ref.step_runner import State
 

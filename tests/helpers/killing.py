@@ -2,11 +2,12 @@
 
     torchrun tests/helpers/killing.py RECORDS arguments of train.py ...
 
-trains like train.py and leaves in the folder RECORDS, per rank, a checksum of each sample of each step and the exit
-code. With SIGNAL="step 10 SIGTERM launcher" the last rank sends that signal before step 10, to its launcher or to
-itself; with "evaluation 240 ..." when the evaluation after 240 samples begins.
+trains like train.py and leaves in the folder RECORDS, per rank, a checksum of each sample of each step. With
+SIGNAL="step 10 SIGTERM" the last rank sends itself that signal before step 10; with "evaluation 96 ..." when the
+evaluation after 96 samples begins. SIGINT goes to torchrun, as Ctrl-C does.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -20,10 +21,9 @@ from pathlib import Path
 
 import torch
 from conftest import PYTHONPATH, ROOT, micro_run
-from run_files import lines, verify
+from run_files import lines
 
-from flux_ref import checkpoint, errors
-from flux_ref.errors import Refusal
+from flux_ref import errors
 from flux_ref.step_runner import StepRunner
 
 sys.path.insert(0, str(ROOT))
@@ -62,14 +62,25 @@ class Job:
     def said(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
+    def environments(self) -> dict[int, dict[str, str]]:
+        """{process: its environment} of this job, the launcher's children too; also those that have lost it."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            env = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+            if env.get(TOKEN) == self.token:
+                found[int(folder.name)] = env
+        return found
+
     def alive(self) -> list[int]:
-        """All processes of this job, the launcher's children too; also those that have lost their launcher."""
-        return [pid for pid, env in environments() if env.get(TOKEN) == self.token]
+        return list(self.environments())
 
     def ranks(self) -> dict[int, int]:
         """{rank: process}"""
-        own = ((pid, env) for pid, env in environments() if env.get(TOKEN) == self.token and "LOCAL_RANK" in env)
-        return {int(env["RANK"]): pid for pid, env in own}
+        return {int(env["RANK"]): pid for pid, env in self.environments().items() if "LOCAL_RANK" in env}
 
     def until(self, condition: Callable[[], object], timeout: float = 180) -> bool:
         """Wait for something, or for the end of the job; returns whether the former came."""
@@ -91,13 +102,18 @@ class Job:
     def gone(self, timeout: float, pids: Iterable[int] | None = None) -> bool:
         """Whether all these processes, or every one of the job, have ended, after waiting for that."""
         deadline = time.monotonic() + timeout
-        while set(self.alive()) & set(self.alive() if pids is None else pids):
+        while alive := set(self.alive()):
+            if pids is not None and not alive & set(pids):
+                break
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
         return True
 
-    def kill(self) -> None:
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_) -> None:
         """Leave nothing behind."""
         while pids := self.alive():
             for pid in pids:
@@ -106,11 +122,11 @@ class Job:
             time.sleep(POLL_S)
         self.process.wait()
 
-    def __enter__(self) -> "Job":
-        return self
 
-    def __exit__(self, *_) -> None:
-        self.kill()
+def send(pid: int, number: int) -> None:
+    """Send a signal, if the process is there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def launch(folder: Path, data: Path, ranks: int = 2, plan: str = "") -> tuple[int, str]:
@@ -126,69 +142,36 @@ def launch(folder: Path, data: Path, ranks: int = 2, plan: str = "") -> tuple[in
         return job.wait(), job.said
 
 
-def environments() -> Iterable[tuple[int, dict[str, str]]]:
-    """(process, its environment) of every living process of ours."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        yield int(folder.name), dict(entry.split("=", 1) for entry in entries if "=" in entry)
+def install(folder: Path, plan: str, replace: Callable[[object, str, object], object] = setattr) -> None:
+    """Write down in a folder what runs train on from here on, and send the planned signal.
 
-
-def send(pid: int, number: int) -> bool:
-    """Send a signal; returns whether the process was there."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def verified(run: Path) -> list[int]:
-    """Steps of the checkpoints of a run, after reading all of each; one that is deleted meanwhile does not count."""
-    steps = []
-    for path in checkpoint.list_checkpoints(run):
-        try:
-            verify(path)
-            steps.append(checkpoint.step_of(path))
-        except (Refusal, OSError):
-            assert not path.exists(), f"{path} is not whole"
-    return steps
-
-
-def recorder(folder: Path, plan: str = "") -> dict[tuple[object, str], Callable]:
-    """Stand-ins for functions of a run that write down what is trained on and send the planned signal."""
-    place, at, name, victim = (plan or "never 0 SIGTERM self").split()
+    replace: as monkeypatch.setattr.
+    """
+    place, at, name = (plan or "never 0 SIGTERM").split()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    train_step, validation_loss = StepRunner.step, train.validation_loss
+    plain_step, plain_loss = StepRunner.step, train.validation_loss
 
-    def strike() -> None:
-        if rank == size - 1:
-            os.kill({"self": os.getpid(), "launcher": os.getppid()}[victim], signal.Signals[name])
+    def strike(here: str, number: int) -> None:
+        if (here, number, rank) == (place, int(at), size - 1):
+            os.kill(os.getppid() if name == "SIGINT" and size > 1 else os.getpid(), signal.Signals[name])
 
-    def recorded_step(steps):
-        step = steps.state.step
-        if place == "step" and step == int(at):
-            strike()
-        if place == "step" and step >= int(at):
-            time.sleep(0.02)  # the signal travels; the run is short
-        rows = [zlib.crc32(b"".join(part.numpy().tobytes() for part in row)) for row in rows_of(steps.train_batch)]
+    def step(steps: StepRunner) -> tuple:
+        number = steps.state.step
+        strike("step", number)
+        if place == "step" and number >= int(at):
+            time.sleep(0.02)  # the other ranks hear of it; the run is short
+        batch = [tensor.reshape(len(tensor), -1).view(torch.uint8).numpy() for tensor in steps.train_batch.values()]
+        rows = [zlib.crc32(b"".join(part.tobytes() for part in row)) for row in zip(*batch)]
         with (folder / f"rank_{rank}.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "rows": rows}) + "\n")
-        return train_step(steps)
+            file.write(json.dumps({"step": number, "rows": rows}) + "\n")
+        return plain_step(steps)
 
-    def struck_loss(steps, val, samples, *args):
-        if place == "evaluation" and samples == int(at):
-            strike()
-        return validation_loss(steps, val, samples, *args)
+    def loss(steps: StepRunner, val: object, samples: int, *args: object) -> object:
+        strike("evaluation", samples)
+        return plain_loss(steps, val, samples, *args)
 
-    return {(StepRunner, "step"): recorded_step, (train, "validation_loss"): struck_loss}
-
-
-def rows_of(batch: dict[str, torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """The rows of a batch, each as the bits of all its tensors."""
-    return zip(*(tensor.reshape(len(tensor), -1).view(torch.uint8) for tensor in batch.values()))
+    replace(StepRunner, "step", step)
+    replace(train, "validation_loss", loss)
 
 
 def trained_on(folder: Path) -> list[tuple[int, list[int]]]:
@@ -202,13 +185,8 @@ def trained_on(folder: Path) -> list[tuple[int, list[int]]]:
 
 
 def main(folder: str, *argv: str) -> int:
-    folder = Path(folder)
-    for (module, name), stand_in in recorder(folder, os.environ.get("SIGNAL", "")).items():
-        setattr(module, name, stand_in)
-    code = errors.run("train.py", train.main, list(argv))
-    with (folder / "exit_codes.jsonl").open("a") as file:
-        file.write(json.dumps({"rank": int(os.environ.get("RANK", 0)), "code": code}) + "\n")
-    return code
+    install(Path(folder), os.environ.get("SIGNAL", ""))
+    return errors.run("train.py", train.main, list(argv))
 
 
 if __name__ == "__main__":

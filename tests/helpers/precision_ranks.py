@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flux_ref import config_file, ranks, schedule
 from flux_ref.arithmetic import arithmetic_of
+from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.data import synthetic
 from flux_ref.precision import blocks
@@ -20,7 +21,6 @@ from flux_ref.precision.fp8 import cast, magnitudes, scales_of
 from flux_ref.precision.hooks import Precision
 from flux_ref.precision.linear import PolicyLinear
 from flux_ref.ranks import World
-from flux_ref.saver import Saver
 from flux_ref.sharding import named_parameters, reshard
 from flux_ref.step import Health, train_step, validation_step
 from flux_ref.step_runner import State

@@ -9,9 +9,9 @@ from precision_ranks import LATER, ROWS, fp8_config, lively_state, rounding, sav
 from torch import Tensor
 
 from flux_ref import checkpoint, config_file
+from flux_ref.checkpoint import load
 from flux_ref.config import Config
 from flux_ref.ranks import World
-from flux_ref.saver import load
 from flux_ref.step_runner import State
 
 

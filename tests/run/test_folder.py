@@ -37,7 +37,7 @@ def save(cfg: Config, step: int) -> None:
     partial = checkpoint.folder_of(config.run_dir(cfg)) / ".step_of_a_killed_job"
     partial.mkdir(parents=True)
     info = {"step": step, "name": cfg.name, "config": config.flat(cfg)} | COUNTS
-    checkpoint.publish(partial, partial.with_name(f"step_{step:09d}"), info, [])
+    checkpoint.publish(partial, partial.with_name(f"step_{step:09d}"), info, {}, [])
 
 
 def put(cfg: Config, state: str) -> Path:

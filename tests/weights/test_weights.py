@@ -110,7 +110,7 @@ def test_training_starts_from_exactly_these_weights(kept, shapes_dir, tmp_path, 
     fixed = "--eval.noise=fixed"
     assert write_run(tmp_path / "run", shapes_dir, kept / "f16.safetensors", "--eval.at_start=true", fixed) == 0
     saved = Checkpoint(weights.find(tmp_path / "run"))
-    model = {key.removeprefix("model."): saved.read(key) for key in saved.tensors if key.startswith("model.")}
+    model = {key.removeprefix("model."): saved.read(key) for key in saved.shapes if key.startswith("model.")}
     require_identical(model, {name: tensor.half().float() for name, tensor in tensors_of(CFG.model).items()})
     options = ["--json", f"--config={MICRO}", *data_overrides(shapes_dir), fixed]
     _, out, _ = attempt(kept / "f16.safetensors", *options, name="eval.py")
