@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import refusal
 
-from flux_ref import config_file, rng, shards, toy
+from flux_ref import config_file, rng, shards
 from flux_ref.config import Config
 from flux_ref.data import PADDING, HostBatch, SampleSet, TrainSet, ValSet, allocate, copy_next, read_ahead
 
@@ -179,11 +179,6 @@ def test_sets_of_another_number_and_validation_that_lacks_a_timestep_are_refused
         val_set = ValSet(write_set(micro, tmp_path / str(number), 1, timesteps), 0, 1, False)
         text = refusal(val_set.open)
         assert "has no sample of timestep 3; validation needs each of 0 to 7" in text and "--data.val=" in text
-
-
-def test_drawings_are_made_for_a_run_without_validation_too(micro, tmp_path):
-    toy.ensure(config_file.replace(micro, data__train=str(tmp_path / "new" / "train"), data__val=""))
-    assert len(shards.ShardSet(tmp_path / "new" / "train", shards.layout(micro.model))) == micro.data.train_count
 
 
 # Reading ahead

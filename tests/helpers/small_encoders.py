@@ -47,10 +47,3 @@ def save_clip(folder: Path, features: int = 14, seed: int = 1) -> Path:
 def save_ae(path: Path, config: dict = SMALL) -> Path:
     save_file({name: tensor.bfloat16() for name, tensor in bfl_tensors(lively_net(config)).items()}, path)
     return path
-
-
-def save_all(folder: Path) -> list[str]:
-    """All three, as options of `prepare images`."""
-    paths = {"t5": save_t5(folder / "t5"), "clip": save_clip(folder / "clip")}
-    paths |= {"vae": save_ae(folder / "ae.safetensors")}
-    return [f"--{name}={path}" for name, path in paths.items()]

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
 from flux_ref import files, toy
-from flux_ref.errors import Refusal, package
+from flux_ref.errors import package
 from flux_ref.pictures.autoencoder import Autoencoder
 from tools.prepare import job
 
@@ -38,8 +39,6 @@ def save_encoders(folder: Path, t5_dim: int, clip_dim: int) -> None:
 
 def save_pictures(folder: Path) -> int:
     """Each drawing of the toy data set with its caption, as a folder of own pictures. Returns their number."""
-    from PIL import Image
-
     folder.mkdir()
     lines = []
     for number, drawing in enumerate(toy.all_drawings()):
@@ -59,9 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal."""
     model = job.config(args.config).model
-    if args.out.exists():
-        raise Refusal(f"{args.out} exists; remove it or choose another folder")
-    with files.whole(args.out) as part:
+    with files.whole(args.out, is_new=True) as part:
         part.mkdir()
         save_encoders(part, model.t5_dim, model.clip_dim)
         count = save_pictures(part / "pictures")

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from flux_ref import files, ranks, sharding, shards
@@ -34,9 +35,11 @@ from flux_ref.pictures import encoders
 from flux_ref.pictures.encoders import Encoders
 from flux_ref.progress import progress
 from flux_ref.schedule import TIMESTEPS
-from flux_ref.shards import key_of, new_shard, npy_blob, shard_path, write_empty
 from tools.prepare import job, pictures
-from tools.prepare.pictures import Part, Rejection, Sample
+from tools.prepare.pictures import Part, Picture, Rejected
+
+THREADS = 8  # of a rank, that decode pictures
+Loaded = tuple[Picture, tuple[Tensor, str] | None, str]  # pixels and caption, or why it is rejected
 
 
 @dataclass(frozen=True)
@@ -53,38 +56,43 @@ class Maker:
     def make(self, number: int, part: Part) -> int:
         """Write the shards of a part, then its list of rejected pictures. Returns how many captions T5 cuts."""
         longer = 0
+        count = 0
         rejected = []
-        with ExitStack() as opened:
-            writers: dict[str, BinaryIO] = {}
-            counts = Counter[str]()
+        with ExitStack() as stack:
+            written: dict[str, BinaryIO] = {}
             for batch in self._batches(part):
-                rejected += [f"{one_line(one.name)}\t{one.reason}\n" for one in batch if isinstance(one, Rejection)]
-                if not (good := [one for one in batch if isinstance(one, Sample)]):
+                rejected += [f"{one_line(picture.name)}\t{reason}\n" for picture, loaded, reason in batch if not loaded]
+                good = [(picture.name, *loaded) for picture, loaded, _ in batch if loaded]
+                if not good:
                     continue
-                captions = [sample.caption for sample in good]
+                names, found, captions = zip(*good)
                 longer += self.nets.t5.longer(captions)
-                members = self.nets.encode(torch.stack([sample.pixels for sample in good]), captions)
-                for i, sample in enumerate(good):
-                    split = _split(sample.name, self.args.val_share)
-                    if split not in writers:
-                        writers[split] = opened.enter_context(new_shard(shard_path(_made(self.folder, split), number)))
-                    blobs = {name: npy_blob(bits[i]) for name, bits in members.items()}
-                    key = key_of(f"{split}_{number:06d}", counts[split])
-                    shards.add(writers[split], key, blobs, sample.timestep if split == "val" else None, sample.caption)
-                    counts[split] += 1
+                members = self.nets.encode(torch.stack(found), captions)
+                for i, (name, caption) in enumerate(zip(names, captions)):
+                    split = _split(name, self.args.val_share)
+                    if split not in written:
+                        path = shards.shard_path(_made(self.folder, split), number)
+                        written[split] = stack.enter_context(shards.new_shard(path))
+                    blobs = {kind: shards.npy_blob(bits[i]) for kind, bits in members.items()}
+                    shards.add(written[split], shards.key_of(f"{split}_{number:06d}", count), blobs, None, caption)
+                    count += 1
         files.write_whole(_done(self.folder, number), "".join(rejected))
         return longer
 
-    def _batches(self, part: Part) -> Iterator[list[Sample | Rejection]]:
-        """The samples of a part, in order. Threads load some of the next samples meanwhile."""
-        height = 8 * self.model.latent_height
-        width = 8 * self.model.latent_width
+    def _batches(self, part: Part) -> Iterator[list[Loaded]]:
+        """The pictures of a part, in order. Threads load some of the next ones meanwhile."""
         found = part()
-        while block := list(islice(found, 4 * max(self.args.batch, self.args.workers))):
-            loaded = self.pool.map(lambda picture: picture.load(height, width), block)
+        while block := list(islice(found, 4 * max(self.args.batch, THREADS))):
+            loaded = self.pool.map(self._load, block)
             while batch := list(islice(loaded, self.args.batch)):
                 yield batch
                 self.bar.update(len(batch))
+
+    def _load(self, picture: Picture) -> Loaded:
+        try:
+            return picture, picture.load(8 * self.model.latent_height, 8 * self.model.latent_width), ""
+        except Rejected as error:
+            return picture, None, str(error)
 
 
 def _split(name: str, val_share: float) -> str:
@@ -102,22 +110,22 @@ def _done(folder: Path, number: int) -> Path:
     return folder / f"rejected_{number:06d}.tsv"
 
 
-def _missing(train: int, val: int, val_share: float) -> str:
+def _missing(count: Counter[str], val_share: float) -> str:
     """What there is too little of, in words."""
-    if val_share > 0 and val < TIMESTEPS:
-        return f"{val} of the {TIMESTEPS} samples that validation needs"
-    return "no training sample" if val_share < 1 and not train else ""
+    if val_share > 0 and count["val"] < TIMESTEPS:
+        return f"{count['val']} of the {TIMESTEPS} samples that validation needs"
+    return "no training sample" if val_share < 1 and not count["train"] else ""
 
 
 def _require_enough(parts: list[Part], val_share: float) -> None:
     """A look at the first pictures, as T5-XXL loads for minutes. Raises: Refusal."""
-    found = Counter[str]()
+    count = Counter[str]()
     for picture in chain.from_iterable(part() for part in parts):
-        found[_split(picture.name, val_share)] += not picture.rejected
-        if not _missing(found["train"], found["val"], val_share):
+        count[_split(picture.name, val_share)] += not picture.rejected
+        if not _missing(count, val_share):
             return
-    missing = _missing(found["train"], found["val"], val_share)
-    raise Refusal(f"--input holds {found.total()} pictures, which give {missing}; add pictures or change --val-share")
+    missing = _missing(count, val_share)
+    raise Refusal(f"--input holds {count.total()} pictures, which give {missing}; add pictures or change --val-share")
 
 
 def _finish(folder: Path, args: argparse.Namespace, layout: shards.Layout) -> str:
@@ -125,43 +133,57 @@ def _finish(folder: Path, args: argparse.Namespace, layout: shards.Layout) -> st
     root = folder / "set"
     rows = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("rejected_*.tsv")))
     files.write_whole(root / "rejected.tsv", f"picture\treason\n{rows}")
-    reasons = Counter(row.rpartition("\t")[2] for row in rows.splitlines())
-    listed = ", ".join(f"{number:,} {reason}" for reason, number in reasons.most_common()) or "none"
-    train, val = (_stored(_made(folder, split), layout) for split in ("train", "val"))
-    summary = f"{len(train):,} training and {len(val):,} validation samples; {reasons.total():,} rejected ({listed})"
-    if missing := _missing(len(train), len(val), args.val_share):
+
+    made = {}
+    for split in ("train", "val"):
+        place = _made(folder, split)
+        made[split] = shards.ShardSet(place if any(place.iterdir()) else "", layout, "val")
+    count = Counter({split: len(found) for split, found in made.items()})
+    summary = (
+        f"{count['train']:,} training and {count['val']:,} validation samples; {len(rows.splitlines()):,} rejected"
+    )
+    if missing := _missing(count, args.val_share):
         raise Refusal(f"{args.input} gives {missing}: {summary}, see {root}/rejected.tsv; then remove {folder}")
-    for number, path in enumerate(train.paths):
-        path.rename(shard_path(path.parent, number))  # a part without a sample leaves no gap
+
+    for number, path in enumerate(made["train"].paths):
+        path.rename(shards.shard_path(path.parent, number))  # a part without a sample leaves no gap
     files.remove(root / "val")
-    if val.paths:
-        shards.write(root / "val", _in_turns(val, folder), "val", args.per_shard)
+    if count["val"]:
+        shards.write(root / "val", _in_turns(made["val"]), "val", args.per_shard)
     return summary
 
 
-def _stored(folder: Path, layout: shards.Layout) -> shards.ShardSet:
-    return shards.ShardSet(folder if any(folder.iterdir()) else "", layout, "val")
-
-
-def _in_turns(val: shards.ShardSet, folder: Path) -> Iterator[shards.Sample]:
-    """The samples with the timesteps that are given, else in turns. Raises: Refusal if one of the eight is absent."""
-    found = set()
+def _in_turns(val: shards.ShardSet) -> Iterator[shards.Sample]:
+    """The samples of validation, each with its timestep."""
     val.open()
     for index in range(len(val)):
         rows = val.layout.rows()
-        meta = val.read(index, rows)
-        timestep = index % TIMESTEPS if meta.timestep is None else meta.timestep
-        found.add(timestep)
-        yield shards.Sample(rows, timestep, meta.caption)
-    if absent := {*range(TIMESTEPS)} - found:
-        raise Refusal(f"no validation sample has timestep {min(absent)}; mend the .json files and remove {folder}")
+        caption = val.read(index, rows).caption
+        yield shards.Sample(rows, index % TIMESTEPS, caption)
 
 
 def _made_from(args: argparse.Namespace, model: ModelConfig, listed: list[str]) -> dict:
     """What must be the same when a stopped command goes on."""
-    names = ("input", "val_share", "caption_column", "per_shard", "vae", "t5", "clip", "dtype")
+    names = ("input", "val_share", "caption_column", "per_shard", "model", "dtype")
     digest = hashlib.sha256("\n".join(listed).encode(errors="surrogateescape")).hexdigest()
     return {name: str(getattr(args, name)) for name in names} | shards.layout(model).shapes | {"files": digest}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--input", type=Path, required=True, metavar="DIR", help="folder of pictures of 64 pixels or more, or of tars")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder to make")
+    text = "part of the pictures that becomes val; 0: none, 1: all (%(default)s)"
+    add("--val-share", type=between(0, 1, float), default=0.05, metavar="SHARE", help=text)
+    add("--caption-column", default="text", metavar="NAME", help="captions in metadata.jsonl or .csv (%(default)s)")
+    text = "folder of the encoders, as in FLUX.1-schnell's repository (%(default)s)"
+    add("--model", type=Path, default=Path("FLUX.1-schnell"), metavar="DIR", help=text)
+    text = "of the text encoders; in fp32 T5-XXL takes 19 GB on each rank (%(default)s)"
+    add("--dtype", choices=tuple(sharding.DTYPES), default="fp32", help=text)
+    add("--batch", type=job.number, default=32, metavar="N", help="pictures encoded at a time (%(default)s)")
+    text = "files of a folder that become one shard; a tar becomes one shard (%(default)s)"
+    add("--per-shard", type=job.number, default=1000, metavar="N", help=text)
+    add("--config", metavar="FILE", help="use the sizes of this config's model (FLUX.1-schnell's)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -177,8 +199,6 @@ def run(args: argparse.Namespace) -> int:
 def _make(args: argparse.Namespace) -> int:
     model = job.config(args.config).model
     world = ranks.start(ParallelConfig(replicate=1), few_threads=False)  # encoders are large
-    args.vae = args.vae or args.model
-    args.t5, args.clip = (getattr(args, name) or args.model / kind[-1] for name, kind in encoders.KINDS.items())
     with ranks.agreed():
         if not args.input.is_dir():
             raise Refusal(f"--input {args.input} is no folder; give the folder of the pictures or tars")
@@ -190,16 +210,17 @@ def _make(args: argparse.Namespace) -> int:
     with ranks.agreed():
         parts = pictures.parts_of(args.input, listed, args.caption_column, args.per_shard)
         _require_enough(parts, args.val_share)
-        nets = Encoders(args.vae, args.t5, args.clip, model, world.device, sharding.DTYPES[args.dtype])
-    with ExitStack() as held, ThreadPoolExecutor(args.workers) as pool:
+        t5, clip = (args.model / kind[-1] for kind in encoders.KINDS.values())
+        nets = Encoders(args.model, t5, clip, model, world.device, sharding.DTYPES[args.dtype])
+    with ExitStack() as stack, ThreadPoolExecutor(THREADS) as pool:
         folder = job.partial_of(args.output)
         with ranks.agreed():
             if world.rank == 0:  # for all
-                held.enter_context(job.growing(args.output, _made_from(args, model, listed)))
+                stack.enter_context(job.growing(args.output, _made_from(args, model, listed)))
                 for split in ("train", "val"):
                     _made(folder, split).mkdir(exist_ok=True)
         bar = progress(desc=f"encoding, rank 0 of {world.size}", unit=" pictures", disable=world.rank > 0)
-        maker = Maker(args, folder, model, nets, pool, held.enter_context(bar))
+        maker = Maker(args, folder, model, nets, pool, stack.enter_context(bar))
         longer = 0
         for number in range(world.rank, len(parts), world.size):
             if not _done(folder, number).exists():
@@ -208,31 +229,8 @@ def _make(args: argparse.Namespace) -> int:
         with ranks.agreed():
             if world.rank == 0:
                 files.remove(folder / "set" / "empty_encodings")
-                write_empty(folder / "set" / "empty_encodings", nets.empty)
+                shards.write_empty(folder / "set" / "empty_encodings", nets.empty)
                 print(f"{args.output}: {_finish(folder, args, shards.layout(model))}, see rejected.tsv")
     if world.rank == 0 and longer:
         print(f"{longer} of the captions encoded now are cut after {model.text_tokens} tokens, model.text_tokens")
     return 0
-
-
-# The command
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--input", type=Path, required=True, metavar="DIR", help="folder of pictures of 64 pixels or more, or of tars")
-    add("--output", type=Path, required=True, metavar="DIR", help="folder to make")
-    text = "part of the pictures that becomes val; 0: none, 1: all (%(default)s)"
-    add("--val-share", type=between(0, 1, float), default=0.05, metavar="SHARE", help=text)
-    add("--caption-column", default="text", metavar="NAME", help="captions in metadata.jsonl or .csv (%(default)s)")
-    add("--model", type=Path, default=Path("FLUX.1-schnell"), metavar="DIR", help="folder of encoders (%(default)s)")
-    add("--vae", type=Path, help="another ae.safetensors, or diffusers' vae")
-    add("--t5", type=Path, metavar="DIR", help="another T5 encoder and tokenizer, or text_encoder_2 beside tokenizer_2")
-    add("--clip", type=Path, metavar="DIR", help="another CLIP and tokenizer, or text_encoder beside tokenizer")
-    text = "of the text encoders; in fp32 T5-XXL takes 19 GB on each rank (%(default)s)"
-    add("--dtype", choices=tuple(sharding.DTYPES), default="fp32", help=text)
-    add("--batch", type=job.number, default=32, metavar="N", help="pictures encoded at a time (%(default)s)")
-    text = "files of a folder that become one shard; a tar becomes one shard (%(default)s)"
-    add("--per-shard", type=job.number, default=1000, metavar="N", help=text)
-    add("--workers", type=job.number, default=8, metavar="N", help="decoding threads per rank (%(default)s)")
-    add("--config", metavar="FILE", help="use the sizes of this config's model (FLUX.1-schnell's)")

@@ -13,13 +13,11 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from flux_ref import shards
-from flux_ref.errors import Refusal, package
+from flux_ref.errors import Refusal, one_line, package
 from flux_ref.progress import progress
 from flux_ref.schedule import TIMESTEPS
-from flux_ref.shards import NPY_HEADER, PER_SHARD, Layout, key_of, new_shard, shard_path, write_empty
+from flux_ref.shards import NPY_HEADER, PER_SHARD, Layout
 from tools.prepare import job
 
 COLUMNS = {"t5": "t5_encodings", "clip": "clip_encodings", "mean": "mean", "logvar": "logvar"}  # of each member
@@ -38,7 +36,7 @@ def arrow_files(source: Path) -> list[Path]:
 def read_table(path: Path):
     """The rows of a file as a pyarrow.Table. It is memory-mapped: no payload is read before it is used.
 
-    Raises: Refusal for a file that is truncated or has other columns.
+    Raises: Refusal for a file that is truncated.
     """
     pa = package("pyarrow", "reading arrow files")
     try:
@@ -46,34 +44,34 @@ def read_table(path: Path):
             table = pa.ipc.open_stream(file).read_all()
             # Without its end, a stream that was cut between two batches looks whole.
             if file.tell() != file.size() or file.read_at(8, file.size() - 8) != END_OF_STREAM:
-                raise Refusal(f"{path} is truncated: its stream has no end; download it again")
+                raise ValueError("its stream has no end")
         table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise Refusal(f"{path} is truncated or no arrow stream ({reason}); download it again") from None
-    for name in COLUMNS.values():
-        kinds = [field.type for field in table.schema if field.name == name]
-        if len(kinds) != 1 or kinds[0] not in (pa.binary(), pa.large_binary()):
-            columns = ", ".join(f"{field.name} ({field.type})" for field in table.schema)
-            raise Refusal(f"{path}: want one column {name} of binary; the columns are {columns}")
+        raise Refusal(f"{path} is truncated or no arrow stream ({one_line(error)}); download it again") from None
     return table
 
 
 def read_row(table, row: int, split: str, layout: Layout, path: Path) -> tuple[dict[str, memoryview], int | None]:
     """(the .npy files of a row, not copied; its timestep: 0 to 7 for val, None for train). Raises: Refusal."""
+    where = f"{path}, row {row}"
     timestep = table["timestep"][row].as_py() if "timestep" in table.column_names else None
     if timestep not in (range(TIMESTEPS) if split == "val" else [None]):
         want = f"0 to {TIMESTEPS - 1}" if split == "val" else "none"
-        raise Refusal(f"{path}, row {row}: timestep {timestep!r}, want {want}; is this the {split} split?")
+        raise Refusal(f"{where}: timestep {timestep!r}, want {want}; is this the {split} split?")
     blobs = {}
     for member, column in COLUMNS.items():
-        blob = blobs[member] = memoryview(table[column][row].as_buffer() or b"")
-        head = blob[:NPY_HEADER].tobytes()
+        try:
+            blob = memoryview(table[column][row].as_buffer() or b"")
+        except (KeyError, AttributeError):
+            columns = ", ".join(f"{field.name} ({field.type})" for field in table.schema)
+            raise Refusal(f"{path}: want one column {column} of binary; the columns are {columns}") from None
+        head = bytes(blob[:NPY_HEADER])
         if len(blob) != layout.blob_bytes[member] or head != layout.npy_headers[member]:
             raise Refusal(
-                f"{path}, row {row}: {column} ({len(blob)} bytes, {head.strip()!r}) is no .npy file of uint16"
+                f"{where}: {column} ({len(blob)} bytes, {head.strip()!r}) is no .npy file of uint16"
                 f" {layout.shapes[member]} in C order; download it again, or give the --config of its model"
             )
+        blobs[member] = blob
     return blobs, timestep
 
 
@@ -90,19 +88,6 @@ def read_rows(
         first += count
 
 
-def read_empty(args: argparse.Namespace, layout: Layout) -> dict[str, np.ndarray]:
-    """The encodings of the empty caption; {} if OUTPUT has them or if validation lacks them. Raises: Refusal."""
-    source = args.input.resolve().parent / "empty_encodings"
-    if (args.output / source.name).exists():
-        return {}
-    if source.exists():
-        return shards.read_empty(source, layout)
-    if args.split == "train":
-        raise Refusal(f"{source} does not exist, and training needs it; put empty_encodings beside --input")
-    print(f"note: {source} does not exist; training will need it")
-    return {}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input", type=Path, required=True, help="folder of data-*.arrow, beside empty_encodings")
@@ -115,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal; OSError."""
-    split, per_shard = args.split, args.per_shard
+    split = args.split
     final = args.output / split
     layout = shards.layout(job.config(args.config).model)
     job.require_new(final)  # before all rows are counted
@@ -126,24 +111,30 @@ def run(args: argparse.Namespace) -> int:
         if len(table):  # tells another model's samples before anything is written
             read_row(table, 0, split, layout, path)
     count = sum(counts.values())
-    empty = read_empty(args, layout)
+    source = args.input.resolve().parent / "empty_encodings"
+    empty = {}
+    if not (args.output / source.name).exists() and (split == "train" or source.exists()):
+        empty = shards.read_empty(source, layout)
+
     listed = [[path.name, path.stat().st_size, counts[path]] for path in counts]
-    made_from = {"split": split, "per_shard": per_shard, "shapes": layout.shapes, "files": listed}
+    made_from = {"split": split, "per_shard": args.per_shard, "shapes": layout.shapes, "files": listed}
     with job.growing(final, made_from) as folder:
         if empty:
-            write_empty(args.output / "empty_encodings", empty)
-        starts = {shard_path(folder / "set", number): start for number, start in enumerate(range(0, count, per_shard))}
-        missing = [path for path in starts if not path.exists()]
-        done = min(count, per_shard * (len(starts) - len(missing)))
+            shards.write_empty(args.output / source.name, empty)
+        wanted = {}
+        for number, first in enumerate(range(0, count, args.per_shard)):
+            path = shards.shard_path(folder / "set", number)
+            if not path.exists():
+                wanted[path] = range(first, min(first + args.per_shard, count))
+        done = count - sum(map(len, wanted.values()))
         with progress(total=count, initial=done, desc=f"converting {split}", unit=" samples") as bar:
 
             def write_shard(path: Path, advance: job.Advance) -> None:
-                wanted = range(starts[path], min(starts[path] + per_shard, count))
-                with new_shard(path) as file:
-                    for index, (blobs, timestep) in zip(wanted, read_rows(counts, wanted, split, layout)):
-                        shards.add(file, key_of(split, index), blobs, timestep)
+                with shards.new_shard(path) as file:
+                    for index, row in zip(wanted[path], read_rows(counts, wanted[path], split, layout)):
+                        shards.add(file, shards.key_of(split, index), *row)
                         advance(1)
 
-            job.each(write_shard, missing, args.workers, bar)
+            job.each(write_shard, wanted, args.workers, bar)
     print(f"{final}: {count:,} samples")
     return 0
