@@ -153,7 +153,7 @@ def draw_curve(cfg: Config, records: list[dict], options: argparse.Namespace) ->
     curve = {}
     # Losses of training stand beside losses of the same config only. They are never those of an average.
     if not (options.config or options.ema) and all(word.startswith("--sample.") for word in options.overrides):
-        for record in files.records(options.path / "eval.jsonl", figures=("val_loss",)):
+        for record in files.records(options.path / "eval.jsonl"):
             curve[record["samples"]] = record["val_loss"]  # also where no checkpoint was saved
     for record in records:
         curve[record["samples"]] = record["val_loss"]

@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         log = BenchmarkLog()
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log.text)))
         report.introduce(*counts)
-        for line in (*filter(None, [start.unlocked]), *closed.warnings(cfg, *counts)):
+        for line in closed.warnings(cfg, *counts):
             report.say(line)
         gallery = None
         if cfg.sample.count:  # before the clock starts, since a wrong autoencoder is refused

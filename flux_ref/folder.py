@@ -20,13 +20,11 @@ from flux_ref.ranks import World
 
 CONFIG = "config.toml"
 LOG = "result_0.txt"
-RECORDS = ("metrics.jsonl", "eval.jsonl", LOG)  # of what has been trained
 ENVIRONMENT = "environment.json"
 OUTCOME = "outcome.json"
 LOCK_WAIT_S = 10.0  # ranks that have lost their launcher end within a few seconds
 REACHED, ENDED = "target reached", "train.max_samples reached"  # how a run came to its end
-ANOTHER = "set run.dir to another folder"
-
+REMEDY = "set run.dir to another folder, or run.overwrite=true"
 SWITCH = "precision.switch"  # its entries that begin after the checkpoint may change
 
 
@@ -35,8 +33,7 @@ class Start:
     """Where a run starts, the same on every rank."""
 
     resumes: bool  # the run of the folder, else a new one begins
-    checkpoint: Path | None = None  # from which it goes on
-    unlocked: str = ""  # why the folder has no lock, for the user
+    checkpoint: Path | None  # from which it goes on
 
 
 @contextmanager
@@ -45,7 +42,7 @@ def held(cfg: Config, world: World, sizes: dict[str, int]) -> Iterator[Start]:
 
     Raises: Refusal if another job has the folder, or if its run cannot go on with this config and data.
     """
-    # Has torchrun started this job before? Only the node that failed counts its restarts, so all ranks are asked.
+    # A job that torchrun starts again must not rename its own run. Only the node that failed counts its restarts.
     restarted = any(ranks.gather_objects(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
     folder = _place(cfg)
     with ExitStack() as stack:
@@ -54,16 +51,14 @@ def held(cfg: Config, world: World, sizes: dict[str, int]) -> Iterator[Start]:
             if world.rank == 0:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 lock = folder.with_name(f".{folder.name}.lock")
-                remedy = "wait for it or set run.dir to another"
-                unlocked = stack.enter_context(files.lock(lock, f"{folder} is in use", remedy, LOCK_WAIT_S))
+                stack.enter_context(files.lock(lock, str(folder), LOCK_WAIT_S))
                 names = [path.name for path in folder.glob("*") if not path.name.startswith(".")]
                 if names and CONFIG not in names:
-                    raise Refusal(f"{folder} holds {names[0]} but no run; {ANOTHER}")
-                # A restarted job must not rename its own run.
-                resumes = not {*RECORDS, "checkpoints"}.isdisjoint(names) and (restarted or not cfg.run.overwrite)
-                found = [resumes, str(_checkpoint(cfg, folder, sizes) or "") if resumes else "", unlocked]
-        resumes, saved, unlocked = ranks.gather_objects(found)[0]
-        yield Start(resumes, Path(saved) if saved else None, unlocked)
+                    raise Refusal(f"{folder} holds {names[0]} but no run; set run.dir to another folder")
+                resumes = CONFIG in names and (restarted or not cfg.run.overwrite)
+                found = [resumes, str(_checkpoint(cfg, folder, sizes) or "") if resumes else ""]
+        resumes, saved = ranks.gather_objects(found)[0]
+        yield Start(resumes, Path(saved) if saved else None)
 
 
 def begin(cfg: Config, world: World, start: Start) -> str:
@@ -75,7 +70,7 @@ def begin(cfg: Config, world: World, start: Start) -> str:
     with ranks.agreed():
         if world.rank == 0:
             folder = _place(cfg)
-            if cfg.run.overwrite and not start.resumes and (folder / CONFIG).exists():
+            if not start.resumes and (folder / CONFIG).exists():
                 aside = next(path for n in count(1) if not (path := Path(f"{folder}.{n}")).exists())
                 folder.rename(aside)
                 told = f"the run that was in {folder} lies in {aside}"
@@ -83,8 +78,6 @@ def begin(cfg: Config, world: World, start: Start) -> str:
             own = config_file.replace(cfg, run__dir=str(config.run_dir(cfg)), run__overwrite=False)
             files.write_whole(folder / CONFIG, config_file.dump(own))
             files.remove(folder / OUTCOME)  # of a run that is extended
-            for path in folder.rglob(f".*{files.PARTIAL}"):
-                files.remove(path)
             checkpoint.prune(folder, cfg.checkpoint.keep)
     return told
 
@@ -97,33 +90,31 @@ def _place(cfg: Config) -> Path:
 def _checkpoint(cfg: Config, folder: Path, sizes: dict[str, int]) -> Path | None:
     """The checkpoint from which the folder's run goes on; None for its beginning. Raises: Refusal."""
     saved = next(reversed(checkpoint.list_checkpoints(folder)), None)
-    info = Checkpoint(saved).info if saved else {"step": 0} | sizes
-    there = config_file.from_flat(info["name"], info["config"]) if saved else config_file.load(folder / CONFIG)
-    remedy = f"{ANOTHER}, or run.overwrite=true"
-    ran = config.flat(there) | info
-    differ = []
-    for key, value in (config.flat(cfg) | sizes).items():
-        may_change = key in KEYS and KEYS[key].resume
-        may_change |= key == SWITCH and _switched(cfg, info["step"]) == _switched(there, info["step"])
-        if value != ran[key] and not may_change:
-            differ.append(f"{key}={value!r}, there {ran[key]!r}")
+    if saved:
+        info = Checkpoint(saved).info
+        there = config_file.from_flat(info["name"], info["config"])
+    else:
+        info = {"step": 0} | sizes
+        there = config_file.load(folder / CONFIG)
+    ran = config.flat(there) | info | {SWITCH: _begun(there, info["step"])}
+    given = config.flat(cfg) | sizes | {SWITCH: _begun(cfg, info["step"])}
+    fixed = [key for key in given if not (key in KEYS and KEYS[key].resume)]
+    differ = [f"{key}={given[key]!r}, there {ran[key]!r}" for key in fixed if given[key] != ran[key]]
     if differ:
         raise Refusal(
-            f"{folder} holds a run of another config or data: {'; '.join(differ)}; give the same, or {remedy};"
-            f" of {SWITCH} only what begins after {info['step'] * cfg.train.global_batch} samples may change"
+            f"{folder} holds a run of another config or data: {'; '.join(differ)}; give the same, or {REMEDY}"
         )
     if (folder / OUTCOME).exists():
-        end = files.json_object((folder / OUTCOME).read_bytes())
-        samples, loss = end.get("samples"), end.get("val_loss")
-        is_short = files.is_number(samples) and samples < cfg.train.max_samples
-        is_above = loss is None or (files.is_number(loss) and loss > cfg.eval.target)
-        if not (saved and is_short and is_above):
+        end = files.read_json(folder / OUTCOME, "outcome")
+        samples = end["samples"]
+        loss = end["val_loss"]
+        if not saved or samples >= cfg.train.max_samples or (loss is not None and loss <= cfg.eval.target):
             longer = f"a checkpoint, train.max_samples above {samples} and eval.target below {loss}"
-            raise Refusal(f"{folder} holds a finished run; to train longer it needs {longer}; or {remedy}")
+            raise Refusal(f"{folder} holds a finished run; to train longer it needs {longer}; or {REMEDY}")
     return saved
 
 
-def _switched(cfg: Config, step: int) -> list[tuple[int, str]]:
+def _begun(cfg: Config, step: int) -> tuple[tuple[int, str], ...]:
     """The entries of precision.switch that begin at a step or before. An evaluation at the step is in their preset."""
     batch = cfg.train.global_batch
-    return [entry for entry in cfg.precision.switch if schedule.steps_for(entry[0], batch) <= step]
+    return tuple(entry for entry in cfg.precision.switch if schedule.steps_for(entry[0], batch) <= step)

@@ -107,8 +107,8 @@ class Reporter:
         """
         with ranks.agreed():
             if self.speaks:
-                trained = records(self.folder / "metrics.jsonl", samples, ("loss",))
-                evaluated = records(self.folder / "eval.jsonl", samples, ("val_loss",))
+                trained = records(self.folder / "metrics.jsonl", samples)
+                evaluated = records(self.folder / "eval.jsonl", samples)
                 write_records(self.folder / "metrics.jsonl", trained)
                 write_records(self.folder / "eval.jsonl", evaluated)
                 self.train_curve = [(record["samples"], record["loss"]) for record in trained]

@@ -207,6 +207,6 @@ def ensure(cfg: Config) -> None:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     place = folder.with_name(f".{folder.name}.lock")
-    with files.lock(place, f"{folder} is being made", "wait for it", WAIT_S):
+    with files.lock(place, str(folder), WAIT_S):
         if not folder.exists():
             make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)

@@ -111,7 +111,7 @@ def test_damage_is_one_line(tmp_path, capsys, monkeypatch):
         ("dump", b"PK\x03\x04" + bytes(200), "is not a whole safetensors file"),
         ("dump", strange, "has dtype C64"),
         (VALUES, whole[:-1] + b"x", "is not the file that"),
-        (INDEX, index[:-9], "is no JSON"),
+        (INDEX, index[:-9], "holds no JSON object"),
         (INDEX, index.replace(b'"atol"', b'"a"', 1), "is no index of golden values"),
     ):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))

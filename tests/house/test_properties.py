@@ -106,8 +106,7 @@ def test_a_config(data):
 @given(st.lists(st.dictionaries(st.sampled_from(["samples", "loss"]), JSON, min_size=1) | JSON, max_size=4), st.data())
 def test_the_records_of_a_run(values, data):
     def is_record(value: object) -> bool:
-        samples = value.get("samples") if isinstance(value, dict) else None
-        return type(samples) in (int, float) and abs(samples) < 1e100
+        return isinstance(value, dict) and type(value.get("samples")) is int
 
     text = "".join(json.dumps(value) + "\n" for value in values).encode()
     with file_of(text) as path:

@@ -215,7 +215,7 @@ def test_refusals(capsys, tmp_path, results, monkeypatch):
         (["empty"], "empty holds no result_*.txt"),
         (["."], "locked: No such file"),
         (["piped"], "log piped/result_0.txt is not a regular file"),
-        (["folders"], "log folders/result_0.txt: Is a directory"),
+        (["folders"], "log folders/result_0.txt is not a regular file"),
         ([results, "--out=none"], "pip install matplotlib"),
     ]
     for args, says in cases:

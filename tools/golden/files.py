@@ -9,7 +9,7 @@ import numpy as np
 import safetensors
 
 from flux_ref.errors import Refusal, printable
-from flux_ref.files import opened, read_json
+from flux_ref.files import read_json
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 VALUES = "golden.safetensors"
@@ -82,10 +82,8 @@ def read_tensors(path: Path) -> Values:
 
     Raises: Refusal for a file that is not a whole safetensors file, or that holds another dtype than READ_AS.
     """
-    with opened(path, "safetensors file") as file:
-        content = file.read()
     try:
-        entries = safetensors.deserialize(content)
+        entries = safetensors.deserialize(path.read_bytes())
     except safetensors.SafetensorError as error:
         reason = printable(error)[:200]
         raise Refusal(f"{path} is not a whole safetensors file: {reason}; write it again") from None

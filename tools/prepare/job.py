@@ -46,7 +46,7 @@ def growing(final: Path, made_from: dict) -> Iterator[Path]:
     note = folder / MADE_FROM
     folder.parent.mkdir(parents=True, exist_ok=True)
     own = final.with_name(f".{final.name}.lock")
-    with files.lock(own, f"{folder} is in use", "wait for it or choose another --output"):
+    with files.lock(own, str(folder)):
         require_new(final)
         wanted = json.dumps(made_from)
         if not note.exists():
