@@ -127,7 +127,8 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if not error.filename or error.filename.endswith(PARTIAL):
+            error.filename = str(path)
         raise
 
 
