@@ -23,7 +23,7 @@ from flux_ref import errors, sharding
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal, between
 from flux_ref.precision.fp8 import architecture, arithmetic, has_kernel
-from flux_ref.precision.layers import MULTIPLE, layers
+from flux_ref.precision.policy import MULTIPLE, layers
 from flux_ref.ranks import World
 from tools.shared import flops
 

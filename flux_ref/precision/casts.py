@@ -1,10 +1,10 @@
 """Casts to the formats of formats.py, in blocks that share scales.
 
-All arithmetic is fp32 by powers of two. So codes and scales are equal on every device, bit for bit. Only the rules
+All arithmetic is fp32 by powers of two. So values and scales are equal on every device, bit for bit. Only the rules
 linear and two-level divide by other numbers, as their sources do. There a compiled scale may be off by an ulp: Inductor
 divides by div.full.f32 on NVIDIA, which does not round correctly. So what is exact here is written as a product.
 
-port: `rounded` and `encode` define a cast; `scaled` defines the scales of a tensor.
+port: `rounded` defines a cast; `scaled` defines the scales of a tensor.
 """
 
 import torch
@@ -13,9 +13,8 @@ from torch import Tensor
 from flux_ref.precision.formats import E4M3, Format, Scaling
 
 # The bits of an fp32 number, from the highest: sign, 8 of the exponent + 127, 23 of the mantissa.
-FP32_BIAS = 127
-FP32_MANTISSA = 23
-FP32_FRACTION = (1 << 23) - 1
+BIAS = 127
+MANTISSA = 23
 SCALE_NAN = 255  # the code of an E8M0 scale whose block holds a value that is not finite
 # numerics: a larger scale, of a nearly vanished gradient, overflows in some kernels.
 LARGEST_SCALE = 2.0**44
@@ -23,23 +22,13 @@ LARGEST_SCALE = 2.0**44
 
 def exponent_of(x: Tensor) -> Tensor:
     """floor(log2 |x|) of fp32 as int32; -127 for zero and subnormal numbers, 128 for what is not finite."""
-    return ((x.view(torch.int32) >> FP32_MANTISSA) & 0xFF) - FP32_BIAS
+    return (x.abs().view(torch.int32) >> MANTISSA) - BIAS
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
     """2**exponent as fp32, exact, for int32 exponents from -127 to 127."""
-    normal = ((exponent + FP32_BIAS) << FP32_MANTISSA).view(torch.float32)
-    return normal.where(exponent > -FP32_BIAS, 2.0**-FP32_BIAS)
-
-
-def encode(form: Format, values: Tensor) -> Tensor:
-    """fp32 values that `rounded` gave to uint8 codes of the same shape. A NaN needs a format that has one."""
-    exponent = exponent_of(values).clamp(min=1 - form.bias)
-    steps = (values.abs() * power_of_two(form.mantissa - exponent)).nan_to_num(nan=0.0).int()
-    codes = steps + ((exponent + form.bias - 1) << form.mantissa)
-    negative = values.signbit() if form.has_negative_zero else values < 0
-    codes = codes + negative * form.sign
-    return codes.where(~values.isnan(), form.nan or 0).to(torch.uint8)
+    normal = ((exponent + BIAS) << MANTISSA).view(torch.float32)
+    return normal.where(exponent > -BIAS, 2.0**-BIAS)
 
 
 def rounded(x: Tensor, form: Format, chance: Tensor | None = None) -> Tensor:
@@ -49,14 +38,13 @@ def rounded(x: Tensor, form: Format, chance: Tensor | None = None) -> Tensor:
     in [0, 1) of the shape of x: a value in steps of the format becomes floor(value + chance). So it is rounded up with
     the probability of its distance from the value below.
     """
-    exponent = exponent_of(x).clamp(1 - form.bias, form.top) - form.mantissa  # of the format's steps around x
+    exponent = exponent_of(x).clamp(form.least, form.top) - form.mantissa  # of the format's steps around x
     steps = x * power_of_two(-exponent)
     if chance is None:
         steps.round_()
     else:
         steps.add_(chance).floor_()
-    steps.mul_(power_of_two(exponent)).clamp_(-form.largest, form.largest)
-    return steps if form.has_negative_zero else steps.add_(0.0)  # numerics: turns a negative zero into zero
+    return steps.mul_(power_of_two(exponent)).clamp_(-form.largest, form.largest)
 
 
 def blocks(x_MK: Tensor, scaling: Scaling) -> Tensor:
@@ -79,7 +67,7 @@ def scaled(x_MK: Tensor, form: Format, scaling: Scaling, chance: Tensor | None =
         whole = amax.amax() / (E4M3.largest * form.largest)
         # numerics: lower bounds keep 1 / whole and 1 / scale finite.
         whole = whole.where(whole > 0, 1.0).clamp(min=2.0**-120)
-        scale = rounded((amax / form.largest / whole).clamp(min=2.0 ** (1 - E4M3.bias)), E4M3)
+        scale = rounded((amax / form.largest / whole).clamp(min=2.0**E4M3.least), E4M3)
         factor = (1 / whole) / scale
     elif scaling.rule == "linear":
         factor = scale_of_magnitude(amax, form.largest)
@@ -104,18 +92,29 @@ def scale_of_magnitude(amax: Tensor, largest: float | Tensor) -> Tensor:
 def scale_exponent(amax: Tensor, form: Format, rule: str) -> Tensor:
     """log2 of the E8M0 scale of blocks with these largest magnitudes (fp32), int32 from -127 to 127.
 
-    numerics: without a division. rceil adds 1 where the fraction of amax is above that of the largest value.
+    numerics: without a division. rceil adds 1 where amax is above the format's largest value times 2**exponent.
     """
     exponent = exponent_of(amax) - form.top
     if rule == "rceil":
-        bound = int((form.largest / 2.0**form.top - 1) * 2**FP32_MANTISSA)
-        exponent = exponent + ((amax.view(torch.int32) & FP32_FRACTION) > bound).int()
-    return exponent.clamp(-FP32_BIAS, FP32_BIAS)
+        fraction = (1 << MANTISSA) - 1
+        bound = int((form.largest / 2.0**form.top - 1) * 2**MANTISSA)
+        exponent = exponent + ((amax.view(torch.int32) & fraction) > bound).int()
+    return exponent.clamp(-BIAS, BIAS)
 
 
 def scale_codes(scales: Tensor) -> Tensor:
     """Scales that are powers of two as E8M0, uint8: exponent + 127; 255 for NaN."""
-    return (exponent_of(scales) + FP32_BIAS).where(~scales.isnan(), SCALE_NAN).to(torch.uint8)
+    return (exponent_of(scales) + BIAS).where(~scales.isnan(), SCALE_NAN).to(torch.uint8)
+
+
+def fp4_codes(values: Tensor) -> Tensor:
+    """Values of E2M1, fp32, as uint8: the codes 0 to 7 of 0, 0.5, 1, 1.5, 2, 3, 4, 6, with 8 for the sign; 0 for NaN.
+
+    Between 0 and 2 a code counts halves, between 2 and 4 ones, above 4 twos. The least of the three lines is the code.
+    """
+    x = values.abs().nan_to_num(nan=0.0)
+    codes = torch.minimum(torch.minimum(2 * x, x + 2), 0.5 * x + 4)
+    return (codes + 8 * values.signbit()).to(torch.uint8)
 
 
 def hadamard(x_MK: Tensor, size: int) -> Tensor:
@@ -124,7 +123,9 @@ def hadamard(x_MK: Tensor, size: int) -> Tensor:
     A product does not change where both sides are transformed along the dimension that is summed over.
     numerics: sums of 32 bf16 values whose exponents lie within 11 are exact. Other sums may depend on their order.
     """
-    signs = torch.ones(1, 1, device=x_MK.device)
+    two = torch.ones(2, 2, device=x_MK.device)
+    two[1, 1] = -1.0
+    signs = two
     while len(signs) < size:
-        signs = torch.cat((torch.cat((signs, signs), 1), torch.cat((signs, -signs), 1)))
+        signs = torch.kron(two, signs)
     return (x_MK.unflatten(-1, (-1, size)) @ signs).flatten(-2) * size**-0.5

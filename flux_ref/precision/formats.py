@@ -1,67 +1,43 @@
-"""Number formats of low precision: what each code means, and the rules by which blocks of values are scaled.
+"""Number formats of low precision, the rules by which blocks of values are scaled, and how a side of a product is cast.
 
-port: `Format.table` gives the values of all codes. casts.py rounds and scales tensors.
+casts.py rounds and scales tensors.
 Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0; OCP Microscaling Formats (MX) 1.0, called MX below; NVFP4:
-arXiv 2509.25149, appendix C; E4M3 and E5M2 also arXiv 2209.05433. The fnuz formats are those of AMD's MI300 (arXiv
-2206.02915): without infinity and without negative zero.
+arXiv 2509.25149, appendix C; E4M3 and E5M2 also arXiv 2209.05433.
 """
 
 import math
 from dataclasses import dataclass
 
+PRODUCTS = ("forward", "grad_input", "grad_weight")  # of a linear, see policy.Layer
+PLAIN = "bf16"  # the name of a side that is not cast
+
 
 @dataclass(frozen=True)
 class Format:
-    """A floating-point format. A code is, from its highest bit: sign, exponent field, mantissa field.
+    """A floating-point format: a sign, an exponent field and a mantissa field.
 
-    An exponent field of 0 holds zero and the subnormal values. Values above `largest` are no numbers: infinity where
-    the format has one, else NaN.
+    An exponent field of 0 holds zero and the subnormal values.
     """
 
-    name: str
     exponent: int  # bits
     mantissa: int  # bits
-    bias: int
     largest: float
-    nan: int | None = None  # the code that encodes NaN; None: the format has no NaN
-    infinity: int | None = None  # its code
 
     @property
-    def sign(self) -> int:
-        """The code of the sign bit alone."""
-        return 1 << (self.exponent + self.mantissa)
-
-    @property
-    def has_negative_zero(self) -> bool:
-        return self.nan != self.sign
+    def least(self) -> int:
+        """log2 of the smallest normal value."""
+        return 2 - 2 ** (self.exponent - 1)
 
     @property
     def top(self) -> int:
         """floor(log2 largest)."""
         return math.frexp(self.largest)[1] - 1
 
-    def value(self, code: int) -> float:
-        """What one code means."""
-        if code == self.nan:
-            return float("nan")
-        field, fraction = divmod(code & (self.sign - 1), 1 << self.mantissa)
-        magnitude = (fraction + (field > 0) * 2**self.mantissa) * 2.0 ** (max(field, 1) - self.bias - self.mantissa)
-        if magnitude > self.largest:
-            magnitude = float("inf") if code & (self.sign - 1) == self.infinity else float("nan")
-        return -magnitude if code & self.sign else magnitude
 
-    def table(self) -> list[float]:
-        """The values of all codes, by code."""
-        return [self.value(code) for code in range(2 * self.sign)]
-
-
-E4M3 = Format("e4m3", 4, 3, 7, 448.0, nan=0x7F)
-E5M2 = Format("e5m2", 5, 2, 15, 57344.0, nan=0x7F, infinity=0x7C)
-E4M3FNUZ = Format("e4m3fnuz", 4, 3, 8, 240.0, nan=0x80)
-E5M2FNUZ = Format("e5m2fnuz", 5, 2, 16, 57344.0, nan=0x80)
-E2M3 = Format("e2m3", 2, 3, 1, 7.5)
-E2M1 = Format("e2m1", 2, 1, 1, 6.0)
-FORMATS = {one.name: one for one in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E2M3, E2M1)}
+E4M3 = Format(4, 3, 448.0)
+E5M2 = Format(5, 2, 57344.0)
+E2M3 = Format(2, 3, 7.5)
+E2M1 = Format(2, 1, 6.0)
 
 
 @dataclass(frozen=True)
@@ -79,3 +55,65 @@ class Scaling:
     rule: str
     rows: int = 0
     columns: int = 0
+
+
+@dataclass(frozen=True)
+class Side:
+    """How one side of a product is cast. Its blocks lie along the dimension that is summed over."""
+
+    name: str
+    form: Format
+    scaling: Scaling
+    stochastic: bool = False
+    hadamard: int = 0  # size of the transform; 0: none
+    delayed: bool = False  # the scale comes from earlier steps in training (hooks.py)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a product of FP8 matrix units can take the side: one scale, rounded to nearest."""
+        return not (self.scaling.columns or self.stochastic or self.hadamard)
+
+
+Pair = tuple[Side | None, Side | None]  # left and right; None: bf16
+Products = dict[str, Pair]  # of a linear, by product
+SIDES = {
+    side.name: side
+    for side in (
+        Side("e4m3", E4M3, Scaling("linear")),
+        Side("e5m2", E5M2, Scaling("linear")),
+        Side("e4m3_delayed", E4M3, Scaling("linear"), delayed=True),
+        Side("e5m2_delayed", E5M2, Scaling("linear"), delayed=True),
+        Side("mxfp8", E4M3, Scaling("rceil", 1, 32)),
+        Side("mxfp6", E2M3, Scaling("floor", 1, 32)),
+        Side("mxfp4", E2M1, Scaling("floor", 1, 32)),
+        Side("mxfp4_2d", E2M1, Scaling("floor", 32, 32)),
+        Side("nvfp4", E2M1, Scaling("two-level", 1, 16)),
+        Side("nvfp4_2d", E2M1, Scaling("two-level", 16, 16)),
+    )
+}
+
+
+def format_pair(pair: Pair) -> str:
+    """A pair as rules write it."""
+    return " x ".join(side.name if side else PLAIN for side in pair)
+
+
+def way(products: Products) -> str:
+    """How a linear multiplies: "plain", "tensor" or "blocks" (linear.py).
+
+    "tensor": input, weight and gradient are each cast once. So the two products of a tensor name the same side.
+    """
+    x, w = products["forward"]
+    gradient, again = products["grad_input"]
+    if not any(map(any, products.values())):
+        return "plain"
+    if not (x and w and gradient):
+        return "blocks"
+    is_whole = x.is_whole and w.is_whole and gradient.is_whole and x.form == w.form == E4M3
+    shares = w == again and products["grad_weight"] in ((gradient, x), (None, None))
+    return "tensor" if is_whole and shares else "blocks"
+
+
+def is_delayed(products: Products) -> bool:
+    """Whether any side takes scales of earlier steps."""
+    return any(side and side.delayed for pair in products.values() for side in pair)

@@ -19,10 +19,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flux_ref.errors import Refusal
 from flux_ref.precision.casts import scale_of_magnitude
-from flux_ref.precision.layers import MULTIPLE
 
 # Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear.
-E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
+SLICES = 16  # of an input's rows: one long reduction would need two kernels; policy.require_rows lets 16 divide them
 
 
 class Arithmetic(NamedTuple):
@@ -33,15 +32,27 @@ class Arithmetic(NamedTuple):
     row_times_column: bool  # whether a product needs its left side row-major and its right side column-major
 
 
-class Remembered(NamedTuple):
-    """What training keeps of an input or of a gradient, fp32."""
+Scales = tuple[Tensor, Tensor]  # that a cast multiplies by, and 1 / scale; fp32
 
-    amax: Tensor | None = None  # receives the largest magnitudes; None: they are not noted
-    scale: Tensor | None = None  # delayed; None: the scale is that of the tensor's own magnitude
-    inverse: Tensor | None = None  # 1 / scale
+
+class Remembered(NamedTuple):
+    """What training keeps of an input or of a gradient, fp32.
+
+    One tensor each: views of one tensor would share a version counter, which compiled backwards refuse.
+    """
+
+    amax: Tensor | None = None  # receives the largest magnitudes of SLICES, or of N columns; None: they are not noted
+    scales: Scales | None = None  # delayed; None: those of the tensor's own magnitude
 
 
 NOTHING = Remembered()
+
+
+class Codes(NamedTuple):
+    """A weight in FP8, as gather.py gathers it."""
+
+    codes: Tensor  # (N, K)
+    scales: Scales
 
 
 def architecture(device: torch.device) -> str:
@@ -88,9 +99,10 @@ def agreed_magnitudes(tensors: list[Tensor], group: dist.ProcessGroup | None = N
     return amax
 
 
-def keep_scales(scale: Tensor, scales: list[Tensor], inverses: list[Tensor]) -> None:
-    """Write each element of `scale`, and 1 / scale, into one tensor of its own, on the device alone."""
-    torch._foreach_copy_(scales + inverses, list(torch.cat((scale, scale.reciprocal())).unbind()))
+def keep_scales(scale: Tensor, places: list[Scales]) -> None:
+    """Write each element of `scale`, and 1 / scale, to one place, on the device alone."""
+    scales, inverses = zip(*places)
+    torch._foreach_copy_([*scales, *inverses], list(torch.cat((scale, scale.reciprocal())).unbind()))
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -113,10 +125,8 @@ def scaled_mm(
     """a @ b + bias of FP8 tensors: (M, N).
 
     inverse_*: 1 / the scale that a side was cast with.
-    fast: sum with less than fp32's precision where the device can (Hopper). Asserts what a GPU would refuse.
+    fast: sum with less than fp32's precision where the device can (Hopper). A CPU asserts what Hopper would refuse.
     """
-    assert not {a_MK.dtype, b_KN.dtype} <= set(E5M2), "no device multiplies e5m2 by e5m2"
-    assert b_KN.shape[0] % MULTIPLE == 0 and b_KN.shape[1] % MULTIPLE == 0, f"{tuple(b_KN.shape)} % {MULTIPLE}"
     assert a_MK.stride(1) == 1 or not row_times_column, "the left side is not row-major"
     assert b_KN.stride(0) == 1 or not row_times_column, "the right side is not column-major"
     if has_kernel(a_MK.device):
@@ -157,8 +167,8 @@ class Fp8Matmul(torch.autograd.Function):
 
     Parts of x join along K, and the result is split along N. Each part is cast by itself. So a compiler can cast a part
     where the part is computed.
-    codes: the weight in FP8, as gather.py gathers it; the weight then only receives its gradient.
-    Without codes the weight is cast here, and backward casts the weight again. A copy in FP8 would be kept for every
+    gathered: the weight in FP8; the weight itself then only receives its gradient.
+    Without it the weight is cast here, and backward casts the weight again. A copy in FP8 would be kept for every
     layer at once, and FSDP would not know that it may free the copy.
     """
 
@@ -167,8 +177,7 @@ class Fp8Matmul(torch.autograd.Function):
         ctx,
         weight_NK: Tensor,
         bias_N: Tensor | None,
-        codes_NK: Tensor | None,
-        weight_inverse: Tensor | None,
+        gathered: Codes | None,
         arith: Arithmetic,
         grad_in_fp8: bool,
         widths: list[int],
@@ -181,15 +190,16 @@ class Fp8Matmul(torch.autograd.Function):
         amax_M = torch.cat([magnitudes(part) for part in parts])
         input_scale, input_inverse = scales_of(amax_M, arith.forward, of_input)
         x8_MK, x8_KM = _codes(parts, input_scale, arith.forward, rule)
-        kept_NK = codes_NK
-        weight_scale = None
-        if codes_NK is None:
-            kept_NK = weight_NK
+        if gathered:
+            codes_NK, (weight_scale, weight_inverse) = gathered
+            kept_NK = codes_NK
+        else:
             weight_scale, weight_inverse = scales_of(magnitudes(weight_NK), arith.forward)
             codes_NK = cast(weight_NK, weight_scale, arith.forward)
+            kept_NK = weight_NK
         kept = (x8_KM,) if grad_in_fp8 else parts
-        ctx.save_for_backward(kept_NK, input_inverse, weight_scale, weight_inverse, *of_grad[1:], *kept)
-        ctx.grad_amax = of_grad.amax  # it changes, so ctx cannot save it
+        ctx.save_for_backward(kept_NK, input_inverse, weight_scale, weight_inverse, *kept)
+        ctx.of_grad = of_grad  # its amax changes, so ctx cannot save it
         ctx.arith = arith
         ctx.grad_in_fp8 = grad_in_fp8
         ctx.widths = [part.shape[1] for part in parts]
@@ -198,15 +208,14 @@ class Fp8Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        kept_NK, input_inverse, weight_scale, weight_inverse, delayed, delayed_inverse, *kept = ctx.saved_tensors
-        of_grad = Remembered(ctx.grad_amax, delayed, delayed_inverse)
+        kept_NK, input_inverse, weight_scale, weight_inverse, *kept = ctx.saved_tensors
         rule = ctx.arith.row_times_column
         kind = ctx.arith.gradient
         dtype = grads[0].dtype
         amax_N = torch.cat([magnitudes(grad, dim=0) for grad in grads])  # in one pass with the bias' gradient
-        grad_scale, grad_inverse = scales_of(amax_N, kind, of_grad)
+        grad_scale, grad_inverse = scales_of(amax_N, kind, ctx.of_grad)
         g8_MN, g8_NM = _codes(grads, grad_scale, kind, rule)
-        w8_NK = kept_NK if weight_scale is None else cast(kept_NK, weight_scale, ctx.arith.forward)
+        w8_NK = kept_NK if kept_NK.dtype == ctx.arith.forward else cast(kept_NK, weight_scale, ctx.arith.forward)
         if rule:
             w8_NK = _column_major(w8_NK, grad_scale)
         grad_x_MK = scaled_mm(g8_MN, w8_NK, grad_inverse, weight_inverse, rule, out_dtype=dtype)
@@ -215,7 +224,7 @@ class Fp8Matmul(torch.autograd.Function):
         else:
             grad_w_NK = torch.cat(grads, dim=1).t() @ torch.cat(kept, dim=1)
         grad_b_N = torch.cat([grad.sum(0) for grad in grads]) if ctx.needs_input_grad[1] else None
-        return grad_w_NK, grad_b_N, *(None,) * 7, *grad_x_MK.split(ctx.widths, dim=1)
+        return grad_w_NK, grad_b_N, *(None,) * 6, *grad_x_MK.split(ctx.widths, dim=1)
 
 
 def _codes(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, row_times_column: bool) -> tuple[Tensor, Tensor]:
@@ -240,15 +249,15 @@ def _column_major(codes: Tensor, grad_scale: Tensor) -> Tensor:
     return codes.t().contiguous().t()
 
 
-def scales_of(found: Tensor, dtype: torch.dtype, remembered: Remembered = NOTHING) -> tuple[Tensor, Tensor]:
-    """The scale to cast a tensor with, and 1 / scale: those remembered, else those of the tensor's own magnitude.
+def scales_of(found: Tensor, dtype: torch.dtype, remembered: Remembered = NOTHING) -> Scales:
+    """The scales to cast a tensor with: those remembered, else those of the tensor's own magnitude.
 
     found: the tensor's `magnitudes`. Each value of remembered.amax is raised to the largest of an equal share of them.
     """
-    amax, scale, inverse = remembered
+    amax, scales = remembered
     if amax is not None:
         amax.copy_(torch.maximum(amax, found.unflatten(0, (len(amax), -1)).amax(1)))
-    if scale is None:
-        scale = scale_of_magnitude(found.amax().float(), torch.finfo(dtype).max)
-        inverse = scale.reciprocal()
-    return scale, inverse
+    if scales:
+        return scales
+    scale = scale_of_magnitude(found.amax().float(), torch.finfo(dtype).max)
+    return scale, scale.reciprocal()

@@ -7,6 +7,8 @@ exact and needs neither state nor communication.
 Source: delayed scaling as NVIDIA's Transformer Engine documents it.
 """
 
+from collections import Counter
+
 import torch
 from torch import Tensor, nn
 
@@ -17,8 +19,8 @@ from flux_ref.model import Flux
 from flux_ref.precision import fp8, gather, linear, policy
 from flux_ref.precision.blocks import Draws, kernel
 from flux_ref.precision.casts import scale_of_magnitude
-from flux_ref.precision.fp8 import agreed_magnitudes, keep_scales
-from flux_ref.precision.layers import is_delayed, layers, way
+from flux_ref.precision.formats import is_delayed, way
+from flux_ref.precision.fp8 import NOTHING, Remembered, agreed_magnitudes, keep_scales
 from flux_ref.precision.linear import PolicyLinear
 from flux_ref.ranks import World
 
@@ -43,9 +45,10 @@ class Precision(Arithmetic):
             raise Refusal(f"precision.eval=false {rule}; set precision.gather=false")
         self.phases = self._phases()
         self.remembering = policy.layers_with_delayed_scales(cfg)
-        if any(map(policy.is_low, self.stages)):
+        if any(stage.is_low for stage in self.stages):
             self.compiler = {"max_pointwise_cat_inputs": 0}  # transposed codes are written where they belong
         self.checks = (self.remember_magnitudes,)
+        self.chosen = -1
 
     def _phases(self) -> tuple[int, ...]:
         found = set()
@@ -62,28 +65,6 @@ class Precision(Arithmetic):
 
     def require(self, rows: int, device: torch.device) -> None:
         policy.require_rows(self.cfg, rows)
-        self.native(rows, fp8.architecture(device))
-
-    def native(self, rows: int, arch: str) -> tuple[int, int]:
-        """How many products of blocks torch's kernels take, and how many are emulated, in all stages.
-
-        rows: samples of a micro-batch. Raises: Refusal for sizes that a kernel does not take.
-        """
-        taken = 0
-        emulated = 0
-        for stage in self.stages:
-            for layer in layers(self.cfg.model).values():
-                products = stage.pairs[layer.name]
-                if way(products) != "blocks":
-                    continue
-                for name, sizes in layer.sizes(rows).items():
-                    found = kernel(arch, *products[name]) if self.cfg.precision.native else None
-                    if found:
-                        found.require(sizes)
-                        taken += 1
-                    elif any(products[name]):
-                        emulated += 1
-        return taken, emulated
 
     def convert(self, net: Flux, device: torch.device) -> None:
         linear.convert(net, self.cfg, fp8.architecture(device))
@@ -95,28 +76,27 @@ class Precision(Arithmetic):
         net.register_forward_pre_hook(self._before_forward)
 
     def find(self, net: nn.Module, device: torch.device) -> None:
-        """Take the converted linears of a net."""
+        """Take the converted linears of a net and give them what training needs."""
         self.linears = [module for module in net.modules() if isinstance(module, PolicyLinear)]
-        self._find_memories(device)
+        self._give_memories(device)
         self._give_draws(device)
         self.reset()
 
-    def _find_memories(self, device: torch.device) -> None:
+    def _give_memories(self, device: torch.device) -> None:
         """Where linears with delayed sides note magnitudes and read scales: for each its input, then its gradient."""
-        owners = [one for one in self.linears if one.of_input is not None]
-        memories = [memory for one in owners for memory in (one.of_input, one.of_grad)]
-        self.amaxes = [memory.amax for memory in memories]
-        self.scales = [memory.scale for memory in memories]
-        self.inverses = [memory.inverse for memory in memories]
-        largest = [torch.finfo(dtype).max for one in owners for dtype in one.arith[:2]]
+        self.owners = [one for one in self.linears if one.layer in self.remembering]
+        lengths = [length for one in self.owners for length in (fp8.SLICES, one.out_features)]
+        largest = [torch.finfo(dtype).max for one in self.owners for dtype in (one.arith.forward, one.arith.gradient)]
+        self.amaxes = [torch.zeros(length, device=device) for length in lengths]
+        self.scales = [(torch.ones((), device=device), torch.ones((), device=device)) for _ in lengths]
         self.largest = torch.tensor(largest, device=device)
-        self.history = torch.zeros(len(memories), self.cfg.precision.history, device=device)
+        self.history = torch.zeros(len(lengths), self.cfg.precision.history, device=device)
 
     def _give_draws(self, device: torch.device) -> None:
         """Tell each linear what its chances depend on. `begin` and forward write the step and the sample in place."""
         self.step, self.sample = torch.zeros(2, dtype=torch.int64, device=device).unbind()
         seed = torch.tensor(self.cfg.train.seed, device=device)
-        names = [layer.name for layer in layers(self.cfg.model).values()]
+        names = [layer.name for layer in policy.layers(self.cfg.model).values()]
         for one in self.linears:
             one.draws = Draws(seed, self.step, self.sample, torch.tensor(names.index(one.layer), device=device))
 
@@ -125,12 +105,17 @@ class Precision(Arithmetic):
         self.step.fill_(step)
         if (phase := self.phase(step)) == self.chosen:
             return
-        stage = self.stage(step)
         self.chosen = phase
-        remembers = step >= stage.first + self.cfg.precision.dynamic_steps
+        stage = self.stage(step)
         for one in self.linears:
             one.take(stage.pairs[one.layer])
-            one.is_delayed = remembers and is_delayed(one.pairs)
+        is_filled = step >= stage.first + self.cfg.precision.dynamic_steps
+        memories = [Remembered(amax, scales if is_filled else None) for amax, scales in zip(self.amaxes, self.scales)]
+        for one, of_input, of_grad in zip(self.owners, memories[0::2], memories[1::2]):
+            # A stage without delayed sides notes nothing: a run computes the same whether or not later ones are known.
+            notes = is_delayed(one.pairs)
+            one.of_input = of_input if notes else NOTHING
+            one.of_grad = of_grad if notes else NOTHING
 
     def _before_forward(self, net: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """Note which samples of the global batch a micro-batch holds. The rows of a step are counted on the host."""
@@ -162,24 +147,27 @@ class Precision(Arithmetic):
         if self.amaxes:
             amax = self.history.amax(1)
             scale = torch.where(amax > 0, scale_of_magnitude(amax, self.largest), 1.0)  # 1 without history
-            keep_scales(scale, self.scales, self.inverses)
+            keep_scales(scale, self.scales)
 
     def reset(self) -> None:
         for tensor in (self.history, *self.amaxes):
             tensor.zero_()
         self.set_scales()
         self.rows = 0  # of this step, so far
-        self.chosen = -1  # phase
+        self.chosen = -1  # phase: the next `begin` chooses
         self.begin(0)
 
     def describe(self, rows: int, device: torch.device) -> list[str]:
-        lines = policy.describe(self.cfg)
-        arch = fp8.architecture(device)
-        taken, emulated = self.native(rows, arch)
-        if taken + emulated:
-            counts = f"{taken} native{' (unproven)' if taken else ''}, {emulated} emulated"
-            lines.append(f"  products of blocks on {arch}, all stages: {counts}")
-        return lines
+        arch = fp8.architecture(device) if self.cfg.precision.native else ""
+        names = Counter(
+            kernel(arch, stage.pairs[layer.name][product], sizes) or "emulated"
+            for stage in self.stages
+            for layer in policy.layers(self.cfg.model).values()
+            for product, sizes in layer.sizes(rows).items()
+            if way(stage.pairs[layer.name]) == "blocks" and any(stage.pairs[layer.name][product])
+        )
+        counts = ", ".join(f"{count} {name}" for name, count in names.items())
+        return policy.describe(self.cfg) + ([f"  kernels of blocks, all stages: {counts}"] if counts else [])
 
     def switched(self, step: int) -> str:
         stage = self.stage(step)

@@ -344,7 +344,9 @@ def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, ma
     steps = make(fp8_config(precision__dynamic_steps=2))
     scaling, capture = [], Recorder.capture
     linear = next(module for module in steps.state.net.modules() if isinstance(module, PolicyLinear))
-    monkeypatch.setattr(Recorder, "capture", lambda *args: (scaling.append(linear.is_delayed), capture(*args))[1])
+    monkeypatch.setattr(
+        Recorder, "capture", lambda *args: (scaling.append(bool(linear.of_input.scales)), capture(*args))[1]
+    )
     steps.capture()
     assert list(steps.graphs) == ["train 0", "train 2", "validate 0", "validate 2"]
     assert scaling == [False, True] * 2

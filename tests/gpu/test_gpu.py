@@ -2,7 +2,6 @@
 
 from itertools import product
 
-import fp8_net
 import pytest
 import torch
 from conftest import MICRO, require_identical
@@ -15,7 +14,6 @@ from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
 from flux_ref.errors import Refusal
 from flux_ref.precision import fp8
-from flux_ref.precision.hooks import Precision
 from flux_ref.ranks import World
 from flux_ref.step import Health, train_step
 from flux_ref.step_runner import State
@@ -94,7 +92,6 @@ def test_compiled_fp8_linears_equal_eager_ones_on_a_device(device, arch):
     x = torch.randn(256, 64, device=device, dtype=torch.bfloat16)
     for compiles in (False, True):
         net = Net(arch, "fp8_delayed", device)
-        Precision(fp8_net.config("fp8_delayed", dynamic_steps=0)).find(net, device)
         out = (torch.compile(net, fullgraph=True) if compiles else net)(x.clone().requires_grad_())
         out.backward(torch.ones_like(out).index_fill(1, torch.tensor([7], device=device), float("nan")))
         found.append([out.detach(), *(linear.of_input.amax for linear in (net.one, net.split, net.join))])

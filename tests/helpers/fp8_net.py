@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from flux_ref.config import Config, PrecisionConfig
-from flux_ref.precision.formats import Format
+from flux_ref.precision.fp8 import Codes, cast, magnitudes, scales_of
+from flux_ref.precision.hooks import Precision
 from flux_ref.precision.linear import PolicyLinear
 
 
@@ -13,14 +14,19 @@ def config(preset: str, **keys: object) -> Config:
     return Config(precision=PrecisionConfig(preset=preset, **keys))
 
 
-def low(linear: nn.Linear, preset: str = "fp8", arch: str = "cpu") -> PolicyLinear:
-    """A linear under a preset."""
-    return PolicyLinear(linear, "single.0.linear1", config(preset), arch)
+def low(linear: nn.Linear, preset: str = "fp8", arch: str = "cpu", **keys: object) -> PolicyLinear:
+    """A linear under a preset, with what training gives it."""
+    cfg = config(preset, dynamic_steps=0, **keys)
+    found = PolicyLinear(linear.bfloat16(), "single.0.linear1", cfg, arch)
+    Precision(cfg).find(found, linear.weight.device)
+    return found
 
 
-def decode(form: Format, codes: Tensor) -> Tensor:
-    """What codes mean, fp32."""
-    return torch.tensor(form.table())[codes.int()]
+def encode(linear: PolicyLinear) -> None:
+    """Give a linear the codes of its weight as it is now, as a gather would."""
+    weight = linear.weight.detach()
+    scales = scales_of(magnitudes(weight), linear.arith.forward)
+    linear.gathered = Codes(cast(weight, scales[0], linear.arith.forward), scales)
 
 
 class Net(nn.Module):
@@ -30,9 +36,9 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         linears = (nn.Linear(64, 96), nn.Linear(96, 160), nn.Linear(96, 48))
-        self.one, self.split, self.join = (low(linear.bfloat16().to(device), preset, arch) for linear in linears)
+        self.one, self.split, self.join = (low(linear.to(device), preset, arch) for linear in linears)
         for linear in (self.one, self.join):
-            linear.encode()
+            encode(linear)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v, inner = self.split.in_parts([self.one(x).relu()], (32, 32, 32, 64))

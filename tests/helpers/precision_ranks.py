@@ -113,8 +113,8 @@ def are_codes_right(state: State, weights: dict[str, Tensor]) -> list[bool]:
         dtype = linear.arith.forward
         weight = weights[f"{name}.weight"].bfloat16()
         scale, _ = scales_of(magnitudes(weight), dtype)
-        same = torch.equal(linear.codes.float(), cast(weight, scale, dtype).float())
-        found.append(same and torch.equal(linear.weight_scale, scale))
+        same = torch.equal(linear.gathered.codes.float(), cast(weight, scale, dtype).float())
+        found.append(same and torch.equal(linear.gathered.scales[0], scale))
     return found
 
 
@@ -166,9 +166,6 @@ def rounding(world: World, micro: int) -> list[tuple[int, ...]]:
     return sorted(set().union(*of_all(drawn)))
 
 
-LATER = {"precision__preset": "bf16", "precision__switch": ((4 * ROWS, "fp8_delayed"),), "train__max_samples": 9 * ROWS}
-
-
 def saved_now(state: State, cfg: Config, world: World) -> None:
     """Save a checkpoint and wait for it."""
     Path(cfg.run.dir).mkdir(exist_ok=True)
@@ -194,17 +191,12 @@ def measure(world: World, folder: Path) -> dict:
     first = precision.history.clone()
     losses += steps(state, cfg, world, count=STEPS - 1)
     saved_now(state, cfg, world)
-    runs = [str(folder / "never"), str(folder / "always")]
-    for run, switch in zip(runs, ((), LATER["precision__switch"])):
-        saved_after_two(fp8_config(**LATER | {"precision__switch": switch, "run__dir": run}), world)
     return {
-        "switch": runs,
         "run": str(folder),
         "losses": losses,
         "first history": first,
         "histories": of_all(precision.history),
-        "scales": of_all(torch.stack(precision.scales)),
-        "buffers": {(type(b), b.dtype) for linear in precision.linears for b in linear.buffers()},
+        "scales": of_all(torch.tensor(precision.scales)),
         "one NaN": one_nan(precision, world),
         "gathers": gathers(cfg, world),
     }

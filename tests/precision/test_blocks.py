@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 import torch
-from fp8_net import config
+from fp8_net import low
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from flux_ref.precision import policy
 from flux_ref.precision.blocks import Draws
-from flux_ref.precision.layers import PRODUCTS
+from flux_ref.precision.formats import PRODUCTS
 from flux_ref.precision.linear import PolicyLinear
 
 BATCH, ROWS, K, N = 6, 32, 64, 96
@@ -19,8 +19,7 @@ BATCH, ROWS, K, N = 6, 32, 64, 96
 def made(*rules: str, draws: tuple[int, ...] = (5, 9, 0, 3)) -> PolicyLinear:
     """draws: seed, step, first sample and number of the linear."""
     torch.manual_seed(0)
-    cfg = config("bf16", rules=rules)
-    found = PolicyLinear(nn.Linear(K, N).bfloat16(), "single.0.linear1", cfg, "cpu")
+    found = low(nn.Linear(K, N), "bf16", rules=rules)
     found.draws = Draws(*map(torch.tensor, draws))
     return found
 
@@ -45,7 +44,6 @@ def test_every_product_comes_near_the_exact_one():
     """Relative errors as large as the formats' mantissas say, and no larger. A product without a rule is in bf16."""
     x, grad = inputs()
     *exact, grad_b = run(made("* *: bf16 x bf16").float(), x.float(), grad.float())
-    wrong = []
     for rules, bound in (
         (policy.PRESETS["mxfp8"], 0.06),
         (policy.PRESETS["pareto_b"], 0.25),
@@ -56,14 +54,11 @@ def test_every_product_comes_near_the_exact_one():
     ):
         linear = made(*rules)
         *found, bias = run(linear, x, grad)
-        if not torch.equal(found[0][0, 0], linear.bias) or not torch.allclose(bias.float(), grad_b, rtol=2**-7):
-            wrong.append((rules, "bias"))
+        assert torch.equal(found[0][0, 0], linear.bias) and torch.allclose(bias.float(), grad_b, rtol=2**-7), rules
         for product, values, want in zip(PRODUCTS, found, exact):
             error = ((values.float() - want).norm() / want.norm()).item()
-            low, high = (0, 0.005) if linear.pairs[product] == (None, None) else (0.003, bound)
-            if not low < error < high:
-                wrong.append((rules, product, error))
-    assert not wrong
+            low, high = (0.003, bound) if any(linear.pairs[product]) else (0, 0.005)
+            assert low < error < high, (rules, product, error)
 
 
 def test_equal_layers_share_one_compiled_graph_that_draws_for_each_layer_and_step():

@@ -1,4 +1,4 @@
-"""The number formats against ml_dtypes, torch and torchao, and against plain formulas."""
+"""The number formats against ml_dtypes, torch, torchao and numpy."""
 
 import math
 from itertools import pairwise, product
@@ -7,10 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from fp8_net import decode
-from functorch.compile import make_boxed_func
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
 from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3
 from torchao.prototype.mx_formats.kernels import unpack_uint4
 from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
@@ -18,29 +16,14 @@ from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor
 
 from flux_ref import rng
 from flux_ref.precision import blocks, casts, fp8
-from flux_ref.precision.formats import E2M1, E2M3, E4M3, E5M2, FORMATS, Format, Scaling
+from flux_ref.precision.formats import E2M1, E2M3, E4M3, E5M2, Scaling
 
-THEIRS = {  # ml_dtypes'
-    "e4m3": ml_dtypes.float8_e4m3fn,
-    "e5m2": ml_dtypes.float8_e5m2,
-    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "e2m3": ml_dtypes.float6_e2m3fn,
-    "e2m1": ml_dtypes.float4_e2m1fn,
+FORMATS = {  # ml_dtypes' and torchao's names
+    E4M3: (ml_dtypes.float8_e4m3fn, torch.float8_e4m3fn),
+    E5M2: (ml_dtypes.float8_e5m2, torch.float8_e5m2),
+    E2M3: (ml_dtypes.float6_e2m3fn, DTYPE_FP6_E2M3),
+    E2M1: (ml_dtypes.float4_e2m1fn, torch.float4_e2m1fn_x2),
 }
-TORCHS = {
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-    "e4m3fnuz": torch.float8_e4m3fnuz,
-    "e5m2fnuz": torch.float8_e5m2fnuz,
-}
-MX = {  # torchao's
-    E4M3: torch.float8_e4m3fn,
-    E5M2: torch.float8_e5m2,
-    E2M3: DTYPE_FP6_E2M3,
-    E2M1: torch.float4_e2m1fn_x2,
-}
-LEAST_SCALE = 0  # code of 2**-127
 
 
 def bits(x: Tensor) -> Tensor:
@@ -48,49 +31,41 @@ def bits(x: Tensor) -> Tensor:
     return x.where(~x.isnan(), torch.nan).view(torch.int32)
 
 
-def all_codes(form: Format) -> Tensor:
-    return torch.arange(2 * form.sign, dtype=torch.uint8)
+def decoded(codes: Tensor, kind: type) -> Tensor:
+    """What codes mean, by ml_dtypes."""
+    return torch.from_numpy(codes.numpy().view(kind).astype(np.float32))
 
 
-def hard(form: Format) -> Tensor:
+def positive(kind: type) -> Tensor:
+    """All finite values from 0 on, ascending."""
+    values = decoded(torch.arange(2 ** (ml_dtypes.finfo(kind).bits - 1), dtype=torch.uint8), kind)
+    return values[values.isfinite()]
+
+
+def hard(kind: type) -> Tensor:
     """All bf16 values, all values of a format, all ties between two of them, and the fp32 numbers beside the ties."""
     every_bf16 = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
-    values = sorted({abs(value) for value in form.table() if math.isfinite(value)})
-    ties = torch.tensor([(a + b) / 2 for a, b in pairwise(values)])
+    values = positive(kind)
+    ties = (values[1:] + values[:-1]) / 2
     beside = [torch.nextafter(ties, torch.tensor(end)) for end in (-math.inf, math.inf)]
-    positive = torch.cat((torch.tensor(values), ties, *beside))
-    return torch.cat((every_bf16, positive, -positive))
+    found = torch.cat((values, ties, *beside))
+    return torch.cat((every_bf16, found, -found))
 
 
-def theirs(x: Tensor, form: Format) -> np.ndarray:
-    """What ml_dtypes makes of fp32 numbers, saturated."""
-    with np.errstate(invalid="ignore"):  # NaN, in formats without NaN
-        return x.clamp(-form.largest, form.largest).numpy().astype(THEIRS[form.name])
-
-
-def test_codes_mean_what_ml_dtypes_says():
-    wrong = []
-    for name, form in FORMATS.items():
-        want = torch.from_numpy(all_codes(form).numpy().view(THEIRS[name]).astype(np.float32))
-        largest = want[want.isfinite()].max()
-        if not torch.equal(bits(decode(form, all_codes(form))), bits(want)) or form.largest != largest:
-            wrong.append(name)
-    assert not wrong
+def theirs(x: Tensor, kind: type) -> Tensor:
+    """What ml_dtypes makes of fp32 numbers, saturated. NaN stays NaN, also where a format has none."""
+    largest = positive(kind).max()
+    with np.errstate(invalid="ignore"):
+        found = torch.from_numpy(x.clamp(-largest, largest).numpy().astype(kind).astype(np.float32))
+    return found.where(~x.isnan(), torch.nan)
 
 
 def test_every_value_is_rounded_as_ml_dtypes_rounds():
     wrong = []
-    for name, form in FORMATS.items():
-        x = hard(form)
-        values = casts.rounded(x, form)
-        codes = casts.encode(form, values)
-        want = theirs(x, form)
-        known = ~x.isnan().numpy()
-        same = torch.equal(bits(values)[known], bits(torch.from_numpy(want.astype(np.float32)))[known])
-        if not same or not np.array_equal(codes[known], want.view(np.uint8)[known]):
-            wrong.append(name)
-        if not values[~known].isnan().all() or not (codes[~known] == (form.nan or 0)).all():
-            wrong.append(f"NaN of {name}")
+    for form, (kind, _) in FORMATS.items():
+        x = hard(kind)
+        if form.largest != positive(kind).max() or not torch.equal(bits(casts.rounded(x, form)), bits(theirs(x, kind))):
+            wrong.append(kind)
     assert not wrong
 
 
@@ -98,46 +73,49 @@ def test_every_value_is_rounded_as_ml_dtypes_rounds():
 def test_torchs_casts_and_decoded_values_are_those_of_ml_dtypes(compiles):
     """Inductor's vectorised casts are code of their own. On a CPU with AVX10.2 it may use the CPU's instructions."""
     torch._dynamo.reset()
-    functions = (fp8.cast, torch.Tensor.float)
-    cast, decoded = (torch.compile(one, dynamic=False) if compiles else one for one in functions)
+    cast, decode = (torch.compile(one, dynamic=False) if compiles else one for one in (fp8.cast, torch.Tensor.float))
+    codes = torch.arange(256, dtype=torch.uint8)
     wrong = []
-    for name, dtype in TORCHS.items():
-        form = FORMATS[name]
-        if not torch.equal(bits(decoded(all_codes(form).view(dtype))), bits(decode(form, all_codes(form)))):
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
+        kind = getattr(ml_dtypes, name)
+        dtype = getattr(torch, name)
+        if not torch.equal(bits(decode(codes.view(dtype))), bits(decoded(codes, kind))):
             wrong.append(name)
         for scale in (1.0, 0.7, 2.0**-30, 3e30):
-            want = torch.from_numpy(theirs(hard(form) * scale, form).astype(np.float32))
-            if not torch.equal(bits(cast(hard(form), torch.tensor(scale), dtype).float()), bits(want)):
+            found = cast(hard(kind), torch.tensor(scale), dtype).float()
+            if not torch.equal(bits(found), bits(theirs(hard(kind) * scale, kind))):
                 wrong.append((name, scale))
     torch._dynamo.reset()
     assert not wrong
 
 
 def mixed() -> Tensor:
-    """(64, 128) of all magnitudes that blocks of training have, with zeros and powers of two."""
+    """(96, 128) of all magnitudes that blocks of training have, with zeros, powers of two and tiny blocks."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 128, generator=generator)
-    x *= torch.exp2(torch.randint(-60, 60, (64, 1), generator=generator).float())
+    x = torch.randn(96, 128, generator=generator)
+    x[:64] *= torch.exp2(torch.randint(-60, 60, (64, 1), generator=generator).float())
+    x[64:] *= torch.exp2(torch.arange(-140.0, -108)[:, None])
     x[3, :32] = 0
     x[5, :64] = torch.exp2(torch.arange(64) - 32.0)
     return x
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mx_scales_and_codes_are_those_of_torchao(dtype):
-    """Also for tiny blocks, but for codes below a scale of 2**-127: MX has this scale, torchao divides by another."""
-    generator = torch.Generator().manual_seed(1)
-    tiny = torch.randn(32, 128, generator=generator) * torch.exp2(torch.arange(-140.0, -108)[:, None])
-    x = torch.cat((mixed(), tiny)).to(dtype)
+def test_mx_scales_and_codes_are_those_of_torchao():
+    """But for codes below a scale of 2**-127, whose code is 0: MX has this scale, torchao divides by another."""
     wrong = []
-    for (form, kind), rule in product(MX.items(), ("floor", "rceil")):
-        scales, codes = (one.view(torch.uint8) for one in to_mx(x, kind, 32, ScaleCalculationMode[rule.upper()]))
+    for (form, (kind, name)), rule, dtype in product(
+        FORMATS.items(), ("floor", "rceil"), (torch.float32, torch.bfloat16)
+    ):
+        x = mixed().to(dtype)
+        scales, codes = (one.view(torch.uint8) for one in to_mx(x, name, 32, ScaleCalculationMode[rule.upper()]))
         codes = unpack_uint4(codes).view(x.shape) if form is E2M1 else codes
         values, own, whole = casts.scaled(x.float(), form, Scaling(rule, 1, 32))
-        differs = casts.encode(form, values) != codes
-        is_least = (scales == LEAST_SCALE).repeat_interleave(32, 1)
+        differs = bits(values) != bits(decoded(codes, kind))
+        if form is E2M1:
+            differs |= casts.fp4_codes(values) != codes
+        is_least = (scales == 0).repeat_interleave(32, 1)
         if whole != 1 or not torch.equal(casts.scale_codes(own), scales) or (differs & ~is_least).any():
-            wrong.append((form.name, rule))
+            wrong.append((kind, rule, dtype))
     assert not wrong
 
 
@@ -149,48 +127,31 @@ def test_nvfp4_scales_and_codes_are_those_of_torchao():
         whole = per_tensor_amax_to_scale(x.float().abs().amax())
         scales, codes = nvfp4_quantize(x, 16, whole)
         values, own, own_whole = casts.scaled(x.float(), E2M1, Scaling("two-level", 1, 16))
-        assert torch.equal(own_whole, whole) and torch.equal(casts.encode(E4M3, own), scales.view(torch.uint8))
-        assert torch.equal(casts.encode(E2M1, values), unpack_uint4(codes).view(x.shape))
+        assert torch.equal(own_whole, whole) and torch.equal(own, scales.float())
+        assert torch.equal(casts.fp4_codes(values), unpack_uint4(codes).view(x.shape))
 
 
-def test_a_block_of_any_shape_has_the_scale_of_its_values_in_a_row():
-    """linear: 1 / the least of 2**44 and the largest value of the format / the largest magnitude."""
+def test_a_block_of_any_shape_has_the_scale_of_its_values_in_a_row_and_one_that_is_not_finite_has_nan():
     x = mixed()
-    wrong = []
-    for rows, columns in ((1, 16), (16, 16), (32, 32), (1, 0), (0, 0)):
-        height = rows or 64
-        width = columns or 128
-        flat = x.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2).flatten(2).flatten(0, 1)
-        for form, rule in product((E4M3, E5M2, E2M1), ("floor", "rceil", "linear")):
-            found = casts.scaled(x, form, Scaling(rule, rows, columns))[1]
-            want = casts.scaled(flat, form, Scaling(rule, 1, height * width))[1]
-            if rule == "linear":
-                want = 1 / (form.largest / flat.abs().amax(1)).clamp(max=2.0**44)
-            if not torch.equal(found, want.view(64 // height, 128 // width)):
-                wrong.append((rows, columns, form.name, rule))
-    assert not wrong
+    x[70, 40] = math.inf
+    for (rows, columns), rule in product(((16, 16), (32, 32), (1, 0), (0, 0)), ("floor", "rceil", "linear")):
+        parts = casts.blocks(x, Scaling(rule, rows, columns)).transpose(1, 2)
+        flat = parts.flatten(2).flatten(0, 1)
+        found = casts.scaled(x, E4M3, Scaling(rule, rows, columns))[1]
+        want = casts.scaled(flat, E4M3, Scaling(rule, 1, flat.shape[1]))[1].view(parts.shape[:2])
+        assert torch.equal(bits(found), bits(want)) and found.isnan().sum() == 1, (rows, columns, rule)
+    assert casts.scale_codes(torch.tensor([math.nan, 2.0**-8])).tolist() == [255, 119]
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_a_compiler_divides_by_nothing_and_keeps_every_bit(form):
-    """Triton's division is not correctly rounded, and `encode` would cut off a code."""
-    numbers = hard(form)
-    chance = torch.rand(numbers.shape, generator=torch.Generator().manual_seed(4))
-    targets = set()
+def test_casts_by_powers_of_two_divide_by_nothing():
+    """Triton's division is not correctly rounded: a scale would differ, and a code would be cut off."""
 
-    def backend(graph: torch.fx.GraphModule, _):
-        targets.update(str(node.target) for node in graph.graph.nodes)
-        return make_boxed_func(graph.forward)
+    def codes(x: Tensor) -> tuple[Tensor, Tensor]:
+        values, scales, _ = casts.scaled(x, E2M1, Scaling("rceil", 1, 32))
+        return casts.fp4_codes(values), casts.scale_codes(scales)
 
-    def both(x: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]:
-        values = casts.rounded(x, form, chance)
-        return values.view(torch.int32), casts.encode(form, values)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(both, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
-    for drawn in (None, chance):
-        assert all(map(torch.equal, compiled(numbers, drawn), both(numbers, drawn)))
-    assert "aten.mul.Tensor" in targets and not {name for name in targets if "div" in name or "reciprocal" in name}
+    targets = {str(node.target) for node in make_fx(codes)(mixed()).graph.nodes}
+    assert "aten.mul.Tensor" in targets and not [name for name in targets if "div" in name or "reciprocal" in name]
 
 
 def test_chances_are_the_words_of_the_stream_in_every_part():
@@ -199,7 +160,7 @@ def test_chances_are_the_words_of_the_stream_in_every_part():
     for seed, step, number in ((0, 0, 0), (7, 5, 2**63 - 1), (2**63 - 1, 2**40, 3)):
         words = rng.words(seed, rng.ROUNDING, whole.numel() // 4, sample=number, epoch=step)
         want = [(int(word) >> shift & 0xFFFF) * 2.0**-16 for word in words for shift in range(0, 64, 16)]
-        for ranks in (1, 2, 3):
+        for ranks in (1, 3):
             rows = 48 // ranks
             starts = [rows * 40 * rank for rank in range(ranks)]
             parts = [blocks.chances(torch.tensor([seed, step, number, start]), whole[:rows]) for start in starts]
@@ -209,31 +170,19 @@ def test_chances_are_the_words_of_the_stream_in_every_part():
 def test_a_chance_decides_between_the_two_values_around_a_number():
     """Upwards where share + chance reaches 1; the share of a negative number counts from the value below it, too."""
     chances = torch.arange(16) / 16
-    for form in FORMATS.values():
-        values = sorted({abs(value) for value in form.table() if math.isfinite(value)})
-        for lower, upper in pairwise(values):
+    for form, (kind, _) in FORMATS.items():
+        for lower, upper in pairwise(positive(kind).tolist()):
             for share in (0.0, 0.25, 0.75):
                 x = torch.full((16,), lower + share * (upper - lower))
                 want = torch.where(share + chances >= 1, upper, lower)
-                assert torch.equal(casts.rounded(x, form, chances), want), (form.name, lower)
+                assert torch.equal(casts.rounded(x, form, chances), want), (kind, lower)
                 want = torch.where(1 - share + chances >= 1, -lower, -upper)
-                assert torch.equal(casts.rounded(-x, form, chances), want), (form.name, lower)
+                assert torch.equal(casts.rounded(-x, form, chances), want), (kind, lower)
 
 
 def test_hadamard_is_sylvesters_matrix():
-    x = torch.randint(-8, 9, (4, 64), generator=torch.Generator().manual_seed(0)).float()
-    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
-    for size, times in ((16, 4), (32, 5)):
-        matrix = torch.ones(1, 1)
-        for _ in range(times):
-            matrix = torch.kron(matrix, two)
-        want = (x.view(4, -1, size) @ matrix).view(4, 64) / math.sqrt(size)
-        torch.testing.assert_close(casts.hadamard(x, size), want)
-
-
-def test_a_block_that_is_not_finite_has_the_scale_nan():
-    for value, rule in product((math.nan, math.inf), ("floor", "rceil")):
-        x = torch.ones(2, 32)
-        x[1, 3] = value
-        scales = casts.scaled(x, E4M3, Scaling(rule, 1, 32))[1]
-        assert casts.scale_codes(scales).flatten().tolist() == [119, 255], (value, rule)
+    """Its rows are orthonormal, and it turns each size numbers: entry (i, j) is negative where i & j has odd parity."""
+    for size in (16, 32):
+        found = casts.hadamard(torch.eye(size).repeat(1, 2), size) * math.sqrt(size)
+        signs = [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+        torch.testing.assert_close(found, torch.tensor(signs).repeat(1, 2))

@@ -15,7 +15,7 @@ import made_logs
 from flux_ref import config_file, weights
 from flux_ref.config import KEYS, Config
 from flux_ref.model import initial, parameter_table
-from flux_ref.precision.layers import layers
+from flux_ref.precision.policy import layers
 from tools.shared import communication, flops
 
 BENCHMARK = Config(name="schnell_gbs512")  # the defaults are the benchmark's

@@ -10,7 +10,7 @@ from flux_ref.benchmark.closed import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import Config
 from flux_ref.optim import bytes_per_parameter
 from flux_ref.precision import policy
-from flux_ref.precision.layers import MULTIPLE
+from flux_ref.precision.policy import MULTIPLE
 from tools.plan import footprint, memory, step_time
 from tools.plan.hardware import Assumed
 from tools.plan.memory import Instant

@@ -7,7 +7,7 @@ and RoPE count none: less than a hundredth, and not what matrix units do.
 from typing import NamedTuple
 
 from flux_ref.config import ModelConfig
-from flux_ref.precision.layers import linears
+from flux_ref.precision.policy import linears
 
 FIRST = ("img_in", "txt_in", "time_in.in_layer", "vector_in.in_layer")  # their inputs need no gradient
 
