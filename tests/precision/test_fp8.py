@@ -249,7 +249,13 @@ def test_ranks_share_one_state_and_any_number_of_them_reads_it(measured, world):
     state.arithmetic.reset()
     load(path, state)
     assert torch.equal(state.arithmetic.history, found["histories"][0])
-theirs
+
+    assert torch.equal(torch.tensor(state.arithmetic.scales), found["scales"][0])
+    saved = Checkpoint(path)
+    written = [rows for _, file in saved.files.values() for key, rows in file.items() if key.startswith(HISTORY)]
+    assert [shape for key, shape in saved.shapes.items() if key.startswith(HISTORY)] == [(2, 3)] * 22
+    assert written == [[0, 2]] * 22, "written once"
+
 
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])  # 4: in 2 replicas
 def test_weights_gathered_in_fp8_give_the_same_bits_with_fewer_bytes(measured, size):
