@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-DAEMONS = ("munged", "slurmctld", "slurmd")
+from killing import environments, send
+
 CONF = """
 ClusterName=flux_ref
 SlurmctldHost={host}({address})
@@ -51,14 +52,6 @@ JobAcctGatherType=jobacct_gather/none
 """
 
 
-def lacking() -> str:
-    """Why no cluster can be started here; empty if one can."""
-    missing = [name for name in DAEMONS if daemon(name) is None]
-    if missing:
-        return f"no {', '.join(missing)}: apt-get install slurm-wlm munge"
-    return "" if os.geteuid() == 0 else "the daemons want root"
-
-
 def daemon(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
@@ -69,106 +62,87 @@ def address() -> str:
     return next((word for word in words if ":" not in word), "127.0.0.1")
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        return [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(count)]
-
-
 class Cluster:
     """The cluster; commands are run with its configuration."""
 
     def __init__(self, folder: Path, nodes: list[str]):
         self.folder, self.nodes = folder, nodes
         self.disk = folder / "disk"
-        self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "SLURM_TIME_FORMAT": "%s"}
+        self.conf = {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.env = os.environ | self.conf
         self.daemons: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> "Cluster":
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "state").mkdir()
+        (self.folder / "state").mkdir(parents=True)
+        self.disk.mkdir()
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        port, *ports = free_ports(1 + len(self.nodes))
+        with contextlib.ExitStack() as stack:
+            servers = [stack.enter_context(socket.create_server(("", 0))) for _ in ("controller", *self.nodes)]
+            port, *ports = [server.getsockname()[1] for server in servers]
         host, own = socket.gethostname().split(".")[0], address()
-        known = {"folder": self.folder, "host": host, "address": own, "port": port}
-        lines = [CONF.format(**known)]
+        lines = [CONF.format(folder=self.folder, host=host, address=own, port=port)]
         for node, number in zip(self.nodes, ports):
-            more = "CPUs=1 RealMemory=1000 State=UNKNOWN"
-            lines.append(f"NodeName={node} NodeHostname={host} NodeAddr={own} Port={number} {more}")
+            where = f"NodeHostname={host} NodeAddr={own} Port={number}"
+            lines.append(f"NodeName={node} {where} CPUs=1 RealMemory=1000 State=UNKNOWN")
         lines.append("PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n")
         (self.folder / "slurm.conf").write_text("\n".join(lines))
         try:
             munge = f"{self.folder}/munge"
             files = (f"--{kind}-file={munge}.{kind}" for kind in ("key", "pid", "log", "seed"))
-            self._start("munged", "--foreground", "--force", f"--socket={munge}.socket", *files)
-            self.until(lambda: (self.folder / "munge.socket").exists())
-            self._start("slurmctld", "-D")
+            self._start("munged", daemon("munged"), "--foreground", "--force", f"--socket={munge}.socket", *files)
+            self.until((self.folder / "munge.socket").exists)
+            self._start("slurmctld", daemon("slurmctld"), "-D")
             for node in self.nodes:
                 self.start_node(node)
-            self.until(lambda: all(self.state(node) == "idle" for node in self.nodes))
         except BaseException:
             self.__exit__()
             raise
         return self
 
-    def _start(self, name: str, *args: str, node: str = "") -> None:
-        key = node or name
+    def _start(self, key: str, *command: str) -> None:
         with (self.folder / f"{key}.out").open("ab") as output:
             self.daemons[key] = subprocess.Popen(
-                [daemon(name), *args],
-                env=self.env | {"DAEMON_OF": key},
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
+                command, env=self.env | {"DAEMON_OF": key}, stdout=output, stderr=output, start_new_session=True
             )
 
     def start_node(self, node: str) -> None:
         own = self.folder / f"disk_{node}"
         own.mkdir(exist_ok=True)
-        self.disk.mkdir(exist_ok=True)
         mounted = f'mount --bind {own} {self.disk}; exec "$@"'
-        self._start("unshare", "-m", "bash", "-c", mounted, "-", daemon("slurmd"), "-D", "-N", node, node=node)
+        self._start(node, "unshare", "-m", "bash", "-c", mounted, "-", daemon("slurmd"), "-D", "-N", node)
+        self.until(lambda: self.run("sinfo", "-hNn", node, "-o", "%t", check=False) == "idle\n")
 
     def __exit__(self, *_) -> None:
         """End everything: the jobs, the daemons and what they have started."""
-        for name in reversed(list(self.daemons)):
-            self.daemons[name].terminate()
+        for process in reversed(self.daemons.values()):
+            process.terminate()
         for process in self.daemons.values():
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait(20)
         deadline = time.monotonic() + 20
         while (left := self.processes()) and time.monotonic() < deadline:
             for pid in left:
-                kill(pid)
+                send(pid, signal.SIGKILL)
             time.sleep(0.1)
         assert not left, f"processes outlive the cluster: {left}"
 
-    def processes(self, **having: str) -> list[int]:
-        """The processes of this cluster, daemons and jobs, with these environment variables."""
-        having["SLURM_CONF"] = self.env["SLURM_CONF"]
-        return [pid for pid, env in environments() if having.items() <= env.items() and pid != os.getpid()]
+    def processes(self, **having: str) -> dict[int, dict[str, str]]:
+        """The processes of this cluster, daemons and jobs, with these environment variables: {process: environment}."""
+        own = (self.conf | having).items()
+        return {pid: env for pid, env in environments() if own <= env.items() and pid != os.getpid()}
 
     def kill_node(self, node: str) -> None:
         """What a power cut does: slurmd, its steps and all they have started are gone at once."""
-        for pid in self.processes(DAEMON_OF=node) + self.processes(SLURMD_NODENAME=node):
-            kill(pid)
+        for pid in (*self.processes(DAEMON_OF=node), *self.processes(SLURMD_NODENAME=node)):
+            send(pid, signal.SIGKILL)
         self.daemons.pop(node).wait()
 
-    # Commands
-
-    def run(self, *command: str, **more: str) -> str:
+    def run(self, *command: str, check: bool = True, **more: str) -> str:
         """The output of a command of Slurm."""
         done = subprocess.run(command, env=self.env | more, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, f"{command}: {done.stderr}"
+        assert done.returncode == 0 or not check, f"{command}: {done.stderr}"
         return done.stdout
-
-    def state(self, node: str) -> str:
-        out = subprocess.run(["sinfo", "-hNn", node, "-o", "%t"], env=self.env, capture_output=True, text=True)
-        return out.stdout.strip()
 
     def job(self, number: int) -> dict[str, str]:
         """What scontrol says about a job."""
@@ -179,18 +153,3 @@ class Cluster:
         while not condition():
             assert time.monotonic() < deadline, f"after {timeout} s: {what()}"
             time.sleep(0.2)
-
-
-def environments() -> list[tuple[int, dict[str, str]]]:
-    """(process, its environment) of every living process of ours."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            text = (folder / "environ").read_bytes().decode(errors="replace")
-            found.append((int(folder.name), dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)))
-    return found
-
-
-def kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)

@@ -16,16 +16,18 @@ from run_files import column, event, events, lines
 
 from flux_ref import config, config_file, schedule, shards, toy
 from flux_ref.errors import Refusal
-from flux_ref.files import PARTIAL
 from flux_ref.model import parameter_table
 from flux_ref.pictures import artist
 
-FILES = [
+FILES = {
     *("checkpoints", "config.toml", "environment.json", "eval.jsonl", "loss.png"),
     *("metrics.jsonl", "outcome.json", "result_0.txt"),
-]
-if importlib.util.find_spec("tensorboard"):
-    FILES.append("tensorboard")
+    *(["tensorboard"] if importlib.util.find_spec("tensorboard") else []),
+}
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -40,54 +42,42 @@ def plain(tmp_path_factory, shapes_dir) -> Path:
 def run(tmp_path, shapes_dir):
     """Runs train.py with overrides inside this process and returns the run's folder."""
 
-    def start(name: str = "run", *overrides: str, data: Path = shapes_dir, code: int = 0) -> Path:
+    def start(*overrides: str, name: str = "run", data: Path = shapes_dir, code: int = 0) -> Path:
         assert called("train.py", *micro_run(data, tmp_path / name, *overrides)) == code
         return tmp_path / name
 
     return start
 
 
-# What makes a run
-
-
 def test_a_seed_makes_a_run_and_evaluations_and_warm_up_steps_do_not_change_it(run, plain):
-    other, again = run("other", "--train.seed=1"), run("again", "--eval.every_samples=12", "--eval.at_start=true")
-    rarely = run("rarely", "--eval.every_samples=600", "--train.synthetic_steps=0")
-    assert column(again, "samples", "eval.jsonl") == [0, 12, 24, 36, 48, 60]
+    other = run("--train.seed=1", name="other")
+    often = run("--eval.every_samples=12", "--eval.at_start=true", name="often")
+    rarely = run("--eval.every_samples=600", "--train.synthetic_steps=0", name="rarely")
+    assert column(often, "samples", "eval.jsonl") == [0, 12, 24, 36, 48, 60]
     assert column(rarely, "samples", "eval.jsonl") == [60]
     assert "  time  " not in (rarely / "result_0.txt").read_text()
-    for same in (again, rarely):
+    for same in (often, rarely):
         assert column(same, "loss") == column(plain, "loss")
         assert column(same, "val_loss", "eval.jsonl")[-1] == column(plain, "val_loss", "eval.jsonl")[-1]
         require_identical(trained(same, ""), trained(plain, ""))
-    assert not set(column(plain, "loss")) & set(column(other, "loss"))
-    assert event(other, "seed")["value"] == 1
-
-
-# What a run leaves
-
-
-def test_the_header_tells_how_long_the_run_takes(plain, micro):
-    header = (plain / "result_0.txt").read_text()
-    assert re.search(
-        r"^  time    about \d+ s to train.max_samples: 5 steps of 0\.\d\d s and 2 evaluations of \d\.\d s, as",
-        header,
-        re.M,
-    )
-    size_mb = 12 * sum(map(math.prod, parameter_table(micro.model).values())) / 1e6
-    assert f"\n  run     {plain} (a checkpoint: {size_mb:,.0f} MB)\n" in header
+    assert not set(column(plain, "loss")) & set(column(other, "loss")) and event(other, "seed")["value"] == 1
 
 
 def test_the_folder_holds_everything_and_nothing_unfinished(plain, shapes_dir, micro):
-    assert sorted(path.name for path in plain.iterdir()) == FILES
-    assert [path.name for path in (plain / "checkpoints").iterdir()] == ["step_000000005"]
+    assert names(plain) == FILES and names(plain / "checkpoints") == {"step_000000005"}
     started = config_file.load(MICRO, [f"--run.dir={plain}", *data_overrides(shapes_dir)])
     assert config.flat(config_file.load(plain / "config.toml")) == config.flat(started)
     with Image.open(plain / "loss.png") as image:
         assert image.format == "PNG" and len(image.convert("RGB").getcolors(1 << 20)) > 4
     found = trained(plain)
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == parameter_table(micro.model)
+    table = parameter_table(micro.model)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == table
     assert found["final_layer.linear.weight"].abs().max() > 0, "still as initialised"
+    header = (plain / "result_0.txt").read_text()
+    time = r"  time    about \d+ s to train.max_samples: 5 steps of 0\.\d\d s and 2 evaluations of \d\.\d s, as"
+    assert re.search(f"^{time}", header, re.M)
+    size_mb = 12 * sum(map(math.prod, table.values())) / 1e6
+    assert f"\n  run     {plain} (a checkpoint: {size_mb:,.0f} MB)\n" in header
 
 
 def test_metrics_and_evaluations_hold_what_happened(plain):
@@ -103,33 +93,27 @@ def test_metrics_and_evaluations_hold_what_happened(plain):
         assert record["count"] == 45 and 0 < record["stderr"] < 1
 
 
-# When a run ends
-
-
 def test_the_last_evaluation_comes_at_the_end_and_intervals_are_rounded_up_to_whole_steps(run):
-    folder = run("run", "--train.max_samples=60", "--eval.every_samples=20", "--train.log_every_samples=25")
+    folder = run("--train.max_samples=60", "--eval.every_samples=20", "--train.log_every_samples=25")
     assert column(folder, "samples", "eval.jsonl") == [24, 48, 60]
     assert column(folder, "samples") == [24, 36, 48, 60]  # before each evaluation the step is checked and logged
     stop = event(folder, "run_stop")["metadata"]
-    assert (stop["status"], stop["samples_count"]) == ("aborted", 60)
-    assert stop["reason"] == "train.max_samples reached"
+    assert (stop["status"], stop["samples_count"], stop["reason"]) == ("aborted", 60, "train.max_samples reached")
 
 
-def test_reaching_the_target_stops_early_with_success(run, plain, capsys):
+def test_reaching_the_target_stops_early_with_success(run, plain):
     losses = column(plain, "val_loss", "eval.jsonl")
-    folder = run("reached", f"--eval.target={losses[0]!r}")
+    folder = run(f"--eval.target={losses[0]!r}")
     assert column(folder, "samples") == [12, 24, 36] and column(folder, "samples", "eval.jsonl") == [36]
     stop = event(folder, "run_stop")["metadata"]
     assert (stop["status"], stop["samples_count"], stop["reason"]) == ("success", 36, "target reached")
-    assert called("eval.py", folder) == 0
-    assert "after 36 training samples" in capsys.readouterr().out
-    just_below = run("just below", f"--eval.target={min(losses) * (1 - 1e-9)!r}")
+    just_below = run(f"--eval.target={min(losses) * (1 - 1e-9)!r}", name="just below")
     assert event(just_below, "run_stop")["metadata"]["status"] == "aborted"
 
 
 def test_a_run_without_a_validation_set_trains_alike_and_draws_captions_of_its_training_set(run, plain, capsys):
-    folder = run("run", "--data.val=", "--train.log_every_samples=48", "--sample.count=1")
-    assert sorted(path.name for path in folder.iterdir()) == sorted({*FILES, "samples"} - {"eval.jsonl"})
+    folder = run("--data.val=", "--train.log_every_samples=48", "--sample.count=1")
+    assert names(folder) == FILES - {"eval.jsonl"} | {"samples"}
     assert column(folder, "samples") == [48, 60] and column(folder, "loss") == column(plain, "loss")[3:]
     require_identical(trained(folder, ""), trained(plain, ""))
     out = capsys.readouterr().out
@@ -139,17 +123,14 @@ def test_a_run_without_a_validation_set_trains_alike_and_draws_captions_of_its_t
     assert not [line for line in events(folder) if line["key"].startswith("eval_a")]
 
 
-# The benchmark's clock
-
-
 def test_events_come_in_the_benchmarks_order(run, plain):
-    folder = run("run", "--data.evict=true", "--train.max_samples=72")
-    keys = [line["key"] for line in events(folder)]
+    found = events(run("--data.evict=true", "--train.max_samples=72"))
+    keys = [line["key"] for line in found]
     block = ["block_start", "block_stop", "eval_start", "eval_accuracy", "averaged_validation_loss", "eval_stop"]
     assert keys[:2] == ["cache_clear", "init_start"]
     assert keys[keys.index("init_stop") :] == ["init_stop", "run_start", *block, *block, "run_stop"]
-    assert [line["metadata"]["samples_count"] for line in events(folder)[-13:]] == [0] + [36] * 6 + [72] * 6
-    times = [line["time_ms"] for line in events(folder)]
+    assert [line["metadata"]["samples_count"] for line in found[-13:]] == [0] + [36] * 6 + [72] * 6
+    times = [line["time_ms"] for line in found]
     assert times == sorted(times)
     assert events(plain)[0]["key"] == "init_start", "nothing was evicted"
 
@@ -157,8 +138,7 @@ def test_events_come_in_the_benchmarks_order(run, plain):
 def test_a_system_without_posix_fadvise_trains_and_its_log_claims_no_eviction(run, monkeypatch, capsys):
     monkeypatch.setattr(shards, "CAN_EVICT", False)
     monkeypatch.delattr(os, "posix_fadvise")
-    folder = run("run", "--data.evict=true", "--train.max_samples=12")
-    assert events(folder)[0]["key"] == "init_start"
+    assert events(run("--data.evict=true", "--train.max_samples=12"))[0]["key"] == "init_start"
     assert "cannot drop the data set from its page cache" in capsys.readouterr().out
 
 
@@ -167,33 +147,21 @@ def test_no_data_is_opened_before_run_start(run, shapes_dir, tmp_path):
     opened, watching = {}, [True]
 
     def watch(event: str, args: tuple) -> None:
-        if not watching or event != "open" or not isinstance(args[0], (str, Path)):
-            return
-        if str(args[0]).startswith(str(shapes_dir)):
+        if watching and event == "open" and str(args[0]).startswith(str(shapes_dir)):
             log = (tmp_path / "run" / "result_0.txt").read_text()
             opened.setdefault(Path(args[0]).name, '"run_start"' in log)
 
     sys.addaudithook(watch)
-    run("run", "--train.max_samples=12")
+    run("--train.max_samples=12")
     watching.clear()
     assert opened == {"shard_000000.tar": True, "t5_empty.npy": True, "clip_empty.npy": True}
 
 
-def test_an_interrupted_making_of_data_is_not_taken_for_whole(run, tmp_path, shapes_dir, monkeypatch):
-    data, partial = tmp_path / "data", tmp_path / f".data.0a1b2c3d{PARTIAL}"
+def test_an_interrupted_making_of_data_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(toy, "encode", lambda picture: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        toy.make_shapes(data, config_file.load(MICRO).model, 50, 45)
-    monkeypatch.undo()
+        toy.make_shapes(tmp_path / "data", config_file.load(MICRO).model, 50, 45)
     assert list(tmp_path.iterdir()) == []
-    (partial / "train").mkdir(parents=True, exist_ok=True)  # as a killed process leaves it
-    (partial / "train" / "stray.tar").write_bytes(b"left over")
-    run("run", "--train.max_samples=12", data=data)
-    assert [path.name for path in (data / "train").iterdir()] == ["shard_000000.tar"]
-    assert (data / "val/shard_000000.tar").read_bytes() == (shapes_dir / "val/shard_000000.tar").read_bytes()
-
-
-# Refusals and faults
 
 
 def test_a_refusal_leaves_no_folder(run, capsys):
@@ -203,19 +171,17 @@ def test_a_refusal_leaves_no_folder(run, capsys):
         (("--graph.enabled=on",), "graph.enabled=on cannot be honoured: a device of type cpu"),
         (("--data.val_count=0", *pictures), "autoencoder none.safetensors is no file"),  # looked at before training
     ):
-        assert not run("run", "--data.kind=embeddings", *options, code=2).exists()
+        assert not run("--data.kind=embeddings", *options, code=2).exists()
         assert words in capsys.readouterr().err
 
 
-def test_what_fails_after_training_does_not_take_the_run_with_it(tmp_path, shapes_dir, monkeypatch):
+def test_what_fails_after_training_does_not_take_the_run_with_it(run, monkeypatch):
     def refuse(*_):
         raise Refusal("the empty encodings are gone")
 
-    monkeypatch.setattr(artist.Artist, "paint", refuse)
-    folder = tmp_path / "run"
-    assert called("train.py", *micro_run(shapes_dir, folder, "--sample.count=1")) != 0
-    assert sorted(path.name for path in folder.iterdir()) == [name for name in FILES if name != "outcome.json"]
-    assert event(folder, "run_stop")["metadata"]["samples_count"] == 60 and trained(folder)
-    monkeypatch.undo()
-    assert called("train.py", *micro_run(shapes_dir, folder, "--sample.count=1")) == 0
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "samples"])
+    with monkeypatch.context() as patch:
+        patch.setattr(artist.Artist, "paint", refuse)
+        folder = run("--sample.count=1", code=2)
+    assert names(folder) == FILES - {"outcome.json"} and trained(folder)
+    assert event(folder, "run_stop")["metadata"]["samples_count"] == 60
+    assert names(run("--sample.count=1")) == FILES | {"samples"}
