@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import killing
 import pytest
 from conftest import micro_run
-from killing import Job
+from killing import Job, send
 from run_files import count, newest
 
 from flux_ref import alive
@@ -132,11 +131,11 @@ def test_a_pause_of_the_whole_job_is_no_hang_and_ranks_without_a_launcher_end(sh
     with endless(shapes_dir, tmp_path) as (job, done):
         everyone = job.alive()
         for pid in everyone:
-            killing.send(pid, signal.SIGSTOP)
+            send(pid, signal.SIGSTOP)
         time.sleep(12)
         steps = done()
         for pid in everyone:
-            killing.send(pid, signal.SIGCONT)
+            send(pid, signal.SIGCONT)
         assert job.until(lambda: done() > steps + 4), job.said
         assert "no progress" not in job.said
         job.process.kill()
@@ -146,7 +145,7 @@ def test_a_pause_of_the_whole_job_is_no_hang_and_ranks_without_a_launcher_end(sh
 @pytest.mark.slow
 def test_when_a_rank_freezes_the_other_one_says_where_it_waits_and_ends(shapes_dir, tmp_path):
     with endless(shapes_dir, tmp_path) as (job, _):
-        killing.send(job.ranks()[1], signal.SIGSTOP)
+        send(job.ranks()[1], signal.SIGSTOP)
         assert job.until(lambda: "no progress" in job.said and len(job.ranks()) == 1, timeout=60)
     (line,) = re.findall(r"train\.py: rank 0 on \S+: (no progress [^\r\n]*)", job.said)
     assert re.match(r"no progress for 5 s since .*, now at \S+\.py:\d+; this rank, another one, the network", line)

@@ -64,16 +64,7 @@ class Job:
 
     def environments(self) -> dict[int, dict[str, str]]:
         """{process: its environment} of this job, the launcher's children too; also those that have lost it."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            except OSError:
-                continue
-            env = dict(entry.split("=", 1) for entry in entries if "=" in entry)
-            if env.get(TOKEN) == self.token:
-                found[int(folder.name)] = env
-        return found
+        return environments({TOKEN: self.token})
 
     def alive(self) -> list[int]:
         return list(self.environments())
@@ -121,6 +112,18 @@ class Job:
             self.process.poll()
             time.sleep(POLL_S)
         self.process.wait()
+
+
+def environments(having: dict[str, str]) -> dict[int, dict[str, str]]:
+    """{process: its environment} of every living process with these environment variables."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            env = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+            if having.items() <= env.items():
+                found[int(folder.name)] = env
+    return found
 
 
 def send(pid: int, number: int) -> None:

@@ -129,8 +129,7 @@ class Cluster:
 
     def processes(self, **having: str) -> dict[int, dict[str, str]]:
         """The processes of this cluster, daemons and jobs, with these environment variables: {process: environment}."""
-        own = (self.conf | having).items()
-        return {pid: env for pid, env in environments() if own <= env.items() and pid != os.getpid()}
+        return environments(self.conf | having)
 
     def kill_node(self, node: str) -> None:
         """What a power cut does: slurmd, its steps and all they have started are gone at once."""
