@@ -146,9 +146,7 @@ def refusal(call: Callable, *args: object, kind: type[Exception] = Refusal) -> s
 
 
 def rank_exit_code(process: subprocess.CompletedProcess) -> int:
-    """The exit code of the first rank that failed, from torchrun's summary; 0 if none did."""
-    if process.returncode == 0:
-        return 0
+    """The exit code of the first rank that failed, from torchrun's summary."""
     summary = process.stderr.rpartition("Root Cause")[2]
     return int(re.search(r"exitcode\s*:\s*(-?\d+)", summary).group(1))
 

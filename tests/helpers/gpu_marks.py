@@ -1,8 +1,8 @@
-"""A plugin of pytest for tests marked gpu: where they run, what they lack, and what stands in for a device.
+"""A plugin of pytest for tests marked gpu: where they run, and what stands in for a device.
 
 pytest                       on a CPU, also where there is a device
-pytest -m gpu                on a device; a package that is missing skips what needs it and says so
-pytest -m gpu --stand-in     on a CPU; ends with a table of the tests and what stood in for a device
+pytest -m gpu                on a device
+pytest -m gpu --stand-in     on a CPU; a test that is skipped fails the session
 """
 
 import os
@@ -25,35 +25,12 @@ def pytest_addoption(parser) -> None:
 def pytest_configure(config) -> None:
     if config.getoption("stand_in") or config.option.markexpr != "gpu":  # other tests compare bits of a CPU
         os.environ.update(dict.fromkeys(ranks.VISIBLE, ""))
-    if config.getoption("stand_in"):
-        config.pluginmanager.register(Table())
 
 
-def how_to_bring(package: str) -> str:
-    """Why a test is skipped without a package, and what brings the package to a machine without a registry."""
-    return f"needs {package}; pip install --no-deps --target FOLDER {package}, then set PYTHONPATH=FOLDER"
-
-
-class ModuleOfTests(pytest.Module):
-    """A module whose missing package skips the module, where only tests marked gpu are asked for.
-
-    A machine with a device may lack packages. CI has all of them and asks with --stand-in: there it is an error.
-    """
-
-    def collect(self):
-        try:
-            return super().collect()
-        except self.CollectError as error:
-            if self.config.getoption("stand_in") or not isinstance(error.__cause__, ModuleNotFoundError):
-                raise
-            missing = error.__cause__.name.partition(".")[0]
-            pytest.skip(how_to_bring(missing.replace("_", "-")), allow_module_level=True)
-
-
-def pytest_pycollect_makemodule(module_path, parent):
-    if parent.config.option.markexpr == "gpu":
-        return ModuleOfTests.from_parent(parent, path=module_path)
-    return None
+def pytest_sessionfinish(session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.config.getoption("stand_in") and reporter and reporter.stats.get("skipped"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(autouse=True)
@@ -64,10 +41,8 @@ def device_or_stand_in(request, monkeypatch) -> Iterator[None]:
         return
     if not request.config.getoption("stand_in"):
         pytest.skip(NO_DEVICE)
-    stand_in.USED.clear()
     stand_in.install(monkeypatch.setattr)
     yield
-    request.node.user_properties.append(("stand-ins", ", ".join(sorted(stand_in.USED))))
 
 
 @pytest.fixture
@@ -117,27 +92,4 @@ def deterministic(monkeypatch) -> Iterator[None]:
 @pytest.fixture
 def train_py() -> None:
     """Skips a test that starts train.py where the package of the benchmark's log is missing."""
-    pytest.importorskip("mlperf_logging", reason=how_to_bring("mlperf-logging"))
-
-
-class Table:
-    """The stand-ins that each test used. A test that was skipped has not run, so it fails the session."""
-
-    def __init__(self):
-        self.rows: dict[str, str] = {}
-
-    def pytest_runtest_logreport(self, report) -> None:
-        if not report.passed:
-            self.rows[report.nodeid] = f"{report.outcome} | -"
-        elif report.when == "teardown":
-            used = dict(report.user_properties).get("stand-ins")
-            self.rows.setdefault(report.nodeid, f"whole | {used or '-'}")
-
-    def pytest_sessionfinish(self, session) -> None:
-        if any(row.startswith("skipped") for row in self.rows.values()):
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def pytest_terminal_summary(self, terminalreporter) -> None:
-        terminalreporter.write_line("| test | its body ran | what stood in |\n|---|---|---|")
-        for name, row in sorted(self.rows.items()):
-            terminalreporter.write_line(f"| {name} | {row} |")
+    pytest.importorskip("mlperf_logging", reason="needs mlperf-logging; pip install it")

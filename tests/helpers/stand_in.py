@@ -24,7 +24,6 @@ from flux_ref.step_runner import StepRunner
 
 READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero")
 CPU = torch.device("cpu")
-USED: set[str] = set()  # kinds of stand-ins, since they were last forgotten
 LIVE: set["Graph"] = set()
 ROOM = 1000
 
@@ -151,36 +150,26 @@ def install(replace: Callable[[object, str, object], object] = setattr) -> None:
             modes.enter_context(NoWaits())
 
     stand_ins = (
-        ("devices", ranks, "_device", lambda local_rank: CPU),
-        ("devices", accelerator, "device_count", lambda: 2),
-        ("waits", accelerator, "synchronize", lambda *_: LOG.append("synchronize")),
-        ("waits", cuda, "synchronize", lambda *_: None),
-        ("waits", cuda, "set_sync_debug_mode", set_sync_debug_mode),
-        ("memory", accelerator, "empty_cache", lambda: None),
-        ("memory", accelerator, "memory_reserved", lambda: len(LIVE)),
-        ("memory", accelerator, "memory_allocated", lambda: len(LIVE)),
-        ("memory", accelerator, "max_memory_reserved", lambda: len(LIVE)),
-        ("memory", accelerator, "reset_peak_memory_stats", lambda: None),
-        ("memory", cuda, "mem_get_info", lambda *_: (ROOM, ROOM + len(LIVE))),
-        ("streams", cuda, "Stream", lambda *_: stream),
-        ("streams", cuda, "set_stream", lambda stream: None),
-        ("streams", cuda, "stream", lambda stream: contextlib.nullcontext()),
-        ("streams", cuda, "current_stream", lambda *_: stream),
-        ("graphs", cuda, "graph_pool_handle", lambda: "a pool"),
-        ("graphs", cuda, "CUDAGraph", SimpleNamespace),
-        ("graphs", cuda, "graph", Capture),
-        ("graphs", graphs, "Recorder", Recorder),
-        ("graphs", graphs, "obstacle", lambda device, cfg: ""),
+        (ranks, "_device", lambda local_rank: CPU),
+        (accelerator, "device_count", lambda: 2),
+        (accelerator, "synchronize", lambda *_: LOG.append("synchronize")),
+        (cuda, "synchronize", lambda *_: None),
+        (cuda, "set_sync_debug_mode", set_sync_debug_mode),
+        (accelerator, "empty_cache", lambda: None),
+        (accelerator, "memory_reserved", lambda: len(LIVE)),
+        (accelerator, "memory_allocated", lambda: len(LIVE)),
+        (accelerator, "max_memory_reserved", lambda: len(LIVE)),
+        (accelerator, "reset_peak_memory_stats", lambda: None),
+        (cuda, "mem_get_info", lambda *_: (ROOM, ROOM + len(LIVE))),
+        (cuda, "Stream", lambda *_: stream),
+        (cuda, "set_stream", lambda stream: None),
+        (cuda, "stream", lambda stream: contextlib.nullcontext()),
+        (cuda, "current_stream", lambda *_: stream),
+        (cuda, "graph_pool_handle", lambda: "a pool"),
+        (cuda, "CUDAGraph", SimpleNamespace),
+        (cuda, "graph", Capture),
+        (graphs, "Recorder", Recorder),
+        (graphs, "obstacle", lambda device, cfg: ""),
     )
-    for kind, module, name, function in stand_ins:
-        replace(module, name, noted(kind, function))
-
-
-def noted(kind: str, function: Callable) -> Callable:
-    """The function, which adds its kind to USED at each call."""
-
-    def call(*args, **kwargs):
-        USED.add(kind)
-        return function(*args, **kwargs)
-
-    return call
+    for stand_in in stand_ins:
+        replace(*stand_in)
