@@ -28,7 +28,7 @@ Kind = tuple[str, str]  # architecture, precision
 
 
 def kind_of(system: System) -> Kind:
-    return public.case(system).gpu.arch, system.precision
+    return system.rates[0].arch, system.precision
 
 
 def error(system: System, share: float | None = None) -> float:

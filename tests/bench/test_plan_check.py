@@ -36,11 +36,11 @@ def test_plans_are_near_the_public_steps(monkeypatch, capsys, tmp_path):
         error = plan_check.error(system)
         usual.append(abs(error))
         unfitted += [] if system.fitted else [abs(error)]
-        held += abs(math.log(error + 1)) <= math.log(1 + public.case(system).assumed.range)
+        held += abs(math.log(error + 1)) <= math.log(1 + system.rates[1].range)
     for errors in (usual, unfitted):
         assert sum(errors) / len(errors) <= MEAN and max(errors) <= WORST
     assert held >= HELD * len(usual)
-    fitted = {plan_check.kind_of(one): public.case(one).assumed.gemm_share for one in public.known() if one.fitted}
+    fitted = {plan_check.kind_of(one): one.rates[1].gemm_share for one in public.known() if one.fitted}
     assert plan_check.fit() == pytest.approx(fitted, abs=0.011)
     monkeypatch.setattr(plan_check, "RESULT", tmp_path / "plan_check.md")
     assert plan_check.main(["--write"]) == 0

@@ -33,9 +33,16 @@ def wide(**values: object) -> config.Config:
 
 @pytest.fixture(scope="module", autouse=True)
 def traced_once():
-    """Equal configs have equal footprints; many tests ask for the same."""
+    """Equal nets have equal footprints; many tests ask for the same."""
+    trace = functools.cache(footprint.trace)
+
+    def traced(cfg: config.Config, arch: str, rows: int):
+        parallel = replace(cfg.parallel, kept_regions=0, reduce_dtype="fp32")
+        net = replace(config.Config(), model=cfg.model, parallel=parallel, precision=cfg.precision)
+        return trace(net, arch, rows)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(footprint, "trace", functools.cache(footprint.trace))
+        patch.setattr(footprint, "trace", traced)
         yield
 
 
@@ -43,7 +50,7 @@ def traced_once():
 
 
 def test_the_layout_is_that_of_fsdp2():
-    """Parameters of each unit, what they are padded to, and what rank 0 holds; on the meta device."""
+    """Parameters of each unit, and of its padded shards; on the meta device."""
     for gpus, node, blocks in ((1, 8, 1), (2, 8, 2), (3, 8, 1), (5, 8, 2), (8, 8, 1), (12, 4, 1)):
         cfg = wide(train__global_batch=gpus, parallel__region_blocks=blocks)
         with fake_world(gpus, node=node) as world, torch.device("meta"):
@@ -53,21 +60,14 @@ def test_the_layout_is_that_of_fsdp2():
             groups = [unit._get_fsdp_state()._fsdp_param_group.fsdp_params for unit in units]
             sizes = []
             for group in groups:
-                parts = [part.sharded_param for part in group]
                 padded = sum(part.padded_sharded_param_size.numel() for part in group)
-                sizes.append((sum(p.numel() for p in parts), padded, sum(p.to_local().numel() for p in parts)))
+                sizes.append((sum(part.sharded_param.numel() for part in group), padded))
         layout = footprint.layout(cfg, gpus, node)
         shards = min(gpus, node)
         assert (layout.shards, layout.replicas) == (shards, gpus // shards)
-        assert [(unit.whole, unit.padded // shards, unit.shard) for unit in layout.units] == sizes
+        assert [(unit.whole, layout.sharded(unit)) for unit in layout.units] == sizes
         lengths = [len(region.blocks) for region in units[:-1]]
         assert [int(unit.kind.split()[-1]) for unit in layout.units[:-1]] == lengths
-
-
-def test_the_layout_of_schnell_on_512_ranks():
-    layout = footprint.layout(config_file.load(ROOT / "configs" / "mi300x_64x8.toml"), 512, 8)
-    assert layout.parameters == 11_891_178_560 and len(layout.units) == 19 + 38 + 1
-    assert (layout.replicas, layout.shards) == (64, 8)
 
 
 # Footprints
@@ -247,72 +247,56 @@ def test_the_command_prints_the_plan(capsys):
     assert one.total == pytest.approx(tensors * (1 + ASSUMED.margin) + ASSUMED.outside_gb * 1e9)
     assert one.samples == SMALL.train.max_samples and one.evaluations * one.evaluation < one.train
     text = " ".join(shown.split())
-    assert f"step {one.times.step:.3g} s" in text and f"{one.total / 1e9:.2f} GB of 141 GB" in text
-    assert "no reference point fits" in text and ", cost " in text, "a micro model"
+    for words in (
+        f"step {one.times.step:.3g} s",
+        f"{one.total / 1e9:.2f} GB of 141 GB",
+        "no reference point fits",  # a micro model
+        ", cost ",
+        "WARNING validation: 3 of 48 rows are padding",
+        "WARNING parallel.dtype=fp32: times are those of bf16",
+    ):
+        assert words in text, words
+    assert commands.main([*ARGS, "--data.val="]) == 0
+    shown = capsys.readouterr().out
+    assert "an evaluation 0.0 s" in shown and " 0 evaluations" in shown and "padding" not in shown
 
 
 def test_what_does_not_fit_has_no_time(capsys, monkeypatch):
     monkeypatch.setattr(hardware, "load", lambda *_: (replace(GPU, memory_gb=1), ASSUMED))
-    assert commands.main(ARGS) == 1
+    assert commands.main([*ARGS, "--parallel.kept_regions=-1"]) == 1
     shown = capsys.readouterr().out
     assert "no times: this config does not fit the card" in shown
+    assert "no micro-batch fits; parallel.kept_regions=0" in " ".join(shown.split())
     assert "\nstep " not in shown and "samples/s" not in shown
-
-
-def test_no_validation_costs_nothing():
-    one = plan.make(config_file.replace(SMALL, data__val=""), Machine(GPU, ASSUMED, 4))
-    assert one.evaluation == one.evaluations == 0 and "padding" not in str(one.warnings)
 
 
 def test_command_refuses():
     schnell = [str(ROOT / "configs" / "schnell_gbs512.toml"), "--gpus", "8", "--gpu", "a100"]
     cases = [
-        ([str(MICRO)], "the following arguments are required: --gpus"),
-        ([*ARGS[:-1], "h20"], "did you mean h200? known are a100, rtx4090, h100"),
+        ([*ARGS[:-1], "h20"], "unknown GPU h20; known are a100, rtx4090, h100"),
         ([*ARGS, "--price-per-gpu-hour", "nan"], "'nan': give a number from 0"),
-        ([*ARGS, "--gpus", "1000000000"], "'1000000000': give a whole number from 1 to 16384"),
-        ([*ARGS, "--nothing=1"], "unknown key"),
         ([*ARGS, "--gpus", "5"], "not divisible by 5 ranks"),
         ([*schnell, "--precision.preset=fp8"], "needs FP8 matrix units"),
+        ([*schnell, "--precision.preset=mxfp8"], "a plan knows the rates of bf16, fp8"),
     ]
     told = [(words, refusal(commands.run, args)) for args, words in cases]
     assert [(words, message) for words, message in told if words not in message] == []
 
 
-def test_warnings():
-    four = Machine(GPU, ASSUMED, 4)
-    sound = plan.make(wide(data__val_count=48, eval__batch=4, train__global_batch=64), four)
-    micro = config_file.replace(SMALL, data__val_count=45, eval__batch=8, parallel__kept_regions=-1)
-    dropping = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", ["--train.caption_drop=0.5"])
-    for cfg, changes, words in (
-        (micro, {}, "validation: 19 of 64 rows are padding"),
-        (micro, {}, "fp32 takes longer"),
-        (micro, {"total": 5e12, "dividing_rows": 0}, "do not fit 141 GB; no micro-batch fits"),
-        (
-            micro,
-            {"total": 5e12, "dividing_rows": 8},
-            "micro_batch=8 fits; parallel.kept_regions=0",
-        ),
-        (dropping, {}, "no benchmark result: train.caption_drop=0.5"),
-    ):
-        lines = plan.warnings(cfg, replace(sound, **changes), 45)
-        assert any(words in line for line in lines), (words, lines)
-    assert sound.warnings == []
-
-
 @pytest.mark.slow
 def test_what_pages_give_8_gpus_of_80_gb_fits_them():
     h100, assumed = hardware.load("h100")
-    for name in ("schnell_gbs512", "own_256"):
+    for name in ("own_256", "schnell_gbs512"):
         found = plan.make(config_file.load(ROOT / "configs" / f"{name}.toml"), Machine(h100, assumed, 8))
-        assert found.fits, (name, found.warnings)
+        assert found.total <= found.card and plan.warnings(found) == [], name
+    dropping = config_file.replace(found.cfg, train__caption_drop=0.5)
+    assert "no benchmark result: train.caption_drop=0.5" in plan.warnings(replace(found, cfg=dropping))[0]
 
 
 def test_an_average_of_the_weights_costs_4_bytes_per_parameter():
     """The optimizer also moves it in each step: reads and writes it, and reads the weight once more."""
     without, with_average = (plan.make(wide(optim__ema=ema), Machine(GPU, ASSUMED, 1)) for ema in (0, 600))
-    parameters = footprint.layout(wide(), 1, 8).parameters
-    assert (without.checkpoint, with_average.checkpoint) == (12 * parameters, 16 * parameters)
+    parameters = without.layout.parameters
     assert with_average.total - without.total == pytest.approx(4 * parameters * (1 + ASSUMED.margin))
     assert with_average.times.optimizer / without.times.optimizer == pytest.approx(52 / 40)
 
@@ -322,12 +306,11 @@ def test_largest_micro_batch_is_the_last_that_fits():
     """Also where the gradients of a region, which do not grow with samples, are most of what backward needs."""
     cfg = wide(train__global_batch=144, parallel__recompute="region")  # 36 samples of each rank
     layout, found = footprint.layout(cfg, 4, 8), footprint.trace(cfg, "cpu", 21)
-    total = plan.needed(memory.fullest(cfg, layout, found, 4, 21), ASSUMED)
-    machine = Machine(replace(GPU, arch="cpu", memory_gb=total / 1e9), ASSUMED, 4)
-    assert plan.largest_rows(cfg, layout, machine) == (21, 18)
+    machine = Machine(replace(GPU, arch="cpu"), ASSUMED, 4)
+    total = plan.needed(memory.fullest(cfg, layout, found, 4, 21), machine)
+    machine = replace(machine, gpu=replace(machine.gpu, memory_gb=total / 1e9))
+    assert plan.largest_rows(cfg, layout, machine) == 18
     eight = config_file.replace(cfg, precision__preset="fp8")
-    assert (eight.model.text_tokens, eight.model.image_tokens) == (24, 6)
-    rows, dividing = plan.largest_rows(eight, layout, machine)
-    assert rows >= 8 and rows % 8 == 0 and dividing == 0, "16 divides rows x 6"
+    assert plan.largest_rows(eight, layout, machine) == 0, "16 divides rows x 6"
     small = replace(machine, gpu=replace(GPU, memory_gb=1))
-    assert plan.largest_rows(cfg, layout, small) == (0, 0)
+    assert plan.largest_rows(cfg, layout, small) == 0

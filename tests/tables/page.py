@@ -129,8 +129,8 @@ def sent() -> Iterator[list[object]]:
     """The bytes that a rank sends in a step."""
     keeping = config_file.replace(BENCHMARK, parallel__kept_regions=-1)
     for replicas, shards in MESHES:
-        layout = communication.layout(BENCHMARK, SHAPES, replicas * shards, replicas)
-        plain, kept = (communication.sent(cfg, layout, micros=1) for cfg in (BENCHMARK, keeping))
+        layout = communication.layout(BENCHMARK, replicas * shards, replicas)
+        plain, kept = (communication.sent(cfg, layout) for cfg in (BENCHMARK, keeping))
         figures = (plain["all_gather"], kept["all_gather"], plain["reduce_scatter"], plain["all_reduce"])
         yield [f"{replicas} x {shards}", *(f"{figure / GB:.2f}" for figure in figures)]
 

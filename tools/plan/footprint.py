@@ -8,8 +8,7 @@ eager RMSNorm is one operation and keeps less.
 """
 
 import dataclasses
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -28,19 +27,19 @@ from torch.utils.flop_counter import flop_registry
 from flux_ref import flow, ranks, sharding
 from flux_ref.config import Config
 from flux_ref.data import Batch, fields
-from flux_ref.model import Flux, parameter_table
+from flux_ref.model import Flux
 from flux_ref.precision import fp8, linear, policy
 from flux_ref.sharding import DTYPES
 from tools.shared import communication
-from tools.shared.communication import Layout
+from tools.shared.communication import ROOT, Layout
 
-# Plans are traced on a CPU, whose attention torch 2.11 cannot count. Query, key and value come in the same order.
-COUNTED = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
+# What counts the arithmetic of products. Plans are traced on a CPU, whose attention torch cannot count. Its query, key
+# and value come in the same order.
+FORMULAS = dict(flop_registry)
+for suffix in ("", "_backward"):
+    attention = "_scaled_dot_product_flash_attention"
+    on_cpu = getattr(torch.ops.aten, f"{attention}_for_cpu{suffix}")
+    FORMULAS[on_cpu] = flop_registry[getattr(torch.ops.aten, attention + suffix)]
 
 
 class Product(NamedTuple):
@@ -51,8 +50,7 @@ class Product(NamedTuple):
     is_fp8: bool
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """Forward or backward of one micro-batch."""
 
     kept: float  # bytes of its outputs: in forward what stays until backward
@@ -69,7 +67,7 @@ class Footprint(NamedTuple):
 
 
 def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
-    """{"double 1": footprint of a region of one double block, ..., "ends": of the embedders, the head and the loss}.
+    """{"double 1": footprint of a region of one double block, ..., ROOT: of the embedders, the head and the loss}.
 
     It has every kind and length of region in the config, for micro-batches of so many rows. arch: the kind of device,
     as fp8.architecture names it; it decides the layouts of FP8.
@@ -81,18 +79,16 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
     # The tensors claim to be on a CPU, which would decode FP8. The traced device has a kernel for it.
     with FakeTensorMode(), patch.object(fp8, "has_kernel", lambda device: True):
         for kind, lengths in communication.region_lengths(cfg).items():
-            for length in sorted(set(lengths)):
+            for length in set(lengths):
                 net = _net(cfg, arch, length)
-                region = getattr(net, f"{kind}_blocks")[0]
-                streams = tuple(
-                    torch.zeros(rows, n, model.hidden, dtype=dtype, requires_grad=True) for n in tokens[kind]
-                )
-                vec = torch.zeros(rows, model.hidden, dtype=dtype, requires_grad=True)
-                inputs = (*streams, vec, net.rope)
-                footprints[f"{kind} {length}"] = _footprint(region, inputs, cfg, cfg.parallel.compile)
+                parallel = dataclasses.replace(cfg.parallel, region_blocks=length)
+                (region,) = sharding.regions(getattr(net, f"{kind}_blocks"), parallel)
+                sizes = [*((rows, n, model.hidden) for n in tokens[kind]), (rows, model.hidden)]  # streams and vec
+                inputs = [torch.zeros(size, dtype=dtype, requires_grad=True) for size in sizes]
+                footprints[f"{kind} {length}"] = _footprint(region, (*inputs, net.rope), cfg, cfg.parallel.compile)
         batch = {name: torch.zeros((rows, *shape), dtype=kind) for name, (shape, kind) in fields(model).items()}
         ends = Ends(_net(cfg, arch, 0), dtype)  # without blocks; it and the loss are never compiled
-        footprints["ends"] = _footprint(ends, (batch,), cfg, compiled=False)
+        footprints[ROOT] = _footprint(ends, (batch,), cfg, compiled=False)
     return footprints
 
 
@@ -103,11 +99,11 @@ def layout(cfg: Config, gpus: int, node: int) -> Layout:
     """
     hosts = [str(rank // node) for rank in range(gpus)]
     replicas = ranks.replica_count(cfg.parallel.replicate, hosts)
-    return communication.layout(cfg, parameter_table(cfg.model), gpus, replicas)
+    return communication.layout(cfg, gpus, replicas)
 
 
 def _net(cfg: Config, arch: str, length: int) -> Flux:
-    """A net in the compute dtype with one region of each kind, of so many blocks."""
+    """A net in the compute dtype with so many blocks of each kind."""
     before = torch.get_default_dtype()
     # Delayed scales differ by scalars only, and by a reduction per tensor that is not fused with its cast.
     preset = "fp8" if policy.layers_with_delayed_scales(cfg) else cfg.precision.preset
@@ -119,9 +115,6 @@ def _net(cfg: Config, arch: str, length: int) -> Flux:
     finally:
         torch.set_default_dtype(before)
     linear.convert(net, cfg, arch)
-    parallel = dataclasses.replace(cfg.parallel, region_blocks=max(1, length))
-    net.double_blocks = sharding.regions(net.double_blocks, parallel)
-    net.single_blocks = sharding.regions(net.single_blocks, parallel)
     return net
 
 
@@ -168,7 +161,7 @@ def _footprint(module: nn.Module, inputs: tuple, cfg: Config, compiled: bool) ->
         forward.moved + backward.moved,
         forward.products + backward.products,
     )
-    return Footprint(replace(forward, kept=sum(output.nbytes for output in outputs)), again)
+    return Footprint(forward._replace(kept=sum(output.nbytes for output in outputs)), again)
 
 
 def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
@@ -182,7 +175,7 @@ def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
     outputs = [node for node in tree_leaves(graph.output_node().args) if isinstance(node, torch.fx.Node)]
     real = {*outputs, *given} if fused else {*nodes}
     for node in nodes:
-        if is_product(node.target):
+        if counted(node):
             real.update((node, *node.all_input_nodes))
     inputs = _storages(given)
     sizes = dict(inputs)  # of storages, in bytes
@@ -201,8 +194,9 @@ def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
         sizes |= own
         first |= dict.fromkeys(new, moment)
         last |= dict.fromkeys(read | own.keys(), moment)
-        if is_product(node.target):
-            products.append(_product(node))
+        formula = counted(node)
+        if formula:
+            products.append(_product(node, formula))
         else:
             moved += sum(sizes[key] for key in read | new if new)
     kept = _storages(outputs)
@@ -216,20 +210,16 @@ def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
     return Pass(saved, most - sum(inputs.values()), moved, tuple(products))
 
 
-def is_product(target: object) -> bool:
-    """Whether torch counts the arithmetic of an operation: it is a matrix product or attention."""
-    return isinstance(target, torch._ops.OpOverload) and _counted(target) in flop_registry
+def counted(node: torch.fx.Node) -> Callable | None:
+    """What counts the arithmetic of an operation; None if it is neither a matrix product nor attention."""
+    return FORMULAS.get(getattr(node.target, "overloadpacket", None))
 
 
-def _counted(func: torch._ops.OpOverload) -> torch._ops.OpOverloadPacket:
-    return COUNTED.get(func.overloadpacket, func.overloadpacket)
-
-
-def _product(node: torch.fx.Node) -> Product:
+def _product(node: torch.fx.Node, formula: Callable) -> Product:
     """Operations and bytes of a product; attention's backward computes its scores again."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda other: other.meta["val"])
     given, made = _tensors((args, kwargs)), _tensors(node.meta["val"])
-    flop = flop_registry[_counted(node.target)](*args, **kwargs, out_val=node.meta["val"])
+    flop = formula(*args, **kwargs, out_val=node.meta["val"])
     return Product(flop, sum(one.nbytes for one in given + made), any(one.itemsize == 1 for one in given))
 
 

@@ -1,8 +1,8 @@
 """Figures of GPUs and links, from hardware.toml."""
 
-import difflib
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from flux_ref.errors import Refusal
@@ -39,14 +39,13 @@ class Assumed:
     outside_gb: float
 
 
+@cache
 def load(name: str, precision: str = "bf16") -> tuple[Gpu, Assumed]:
     """A card of the table, and what is assumed of it in a precision: bf16 or fp8. Raises: Refusal."""
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     gpus = table["gpu"]
     if name not in gpus:
-        close = difflib.get_close_matches(name, gpus, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise Refusal(f"unknown GPU {name}; {hint}known are {', '.join(gpus)}")
+        raise Refusal(f"unknown GPU {name}; known are {', '.join(gpus)}")
     gpu = Gpu(**gpus[name])
     if precision == "fp8" and not gpu.fp8_tflops:
         raise Refusal(f"FP8 needs FP8 matrix units, {name} has none; set precision.preset=bf16")

@@ -6,9 +6,10 @@ tensor-parallel or recomputes blocks, the time for these is added.
 """
 
 import csv
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import get_type_hints
 
 from flux_ref import config_file
 from flux_ref.config import Config
@@ -16,7 +17,6 @@ from tools.plan import footprint, hardware, step_time
 from tools.plan.footprint import Footprint
 from tools.plan.hardware import Assumed, Gpu
 from tools.plan.step_time import Machine
-from tools.shared.communication import Layout
 
 TABLE = Path(__file__).with_name("public_systems.csv")
 # Presets, as hardware.toml knows them; fp32 is planned as bf16.
@@ -45,10 +45,14 @@ class System:
     init_s: float
     outlier: str
 
+    @property
+    def rates(self) -> tuple[Gpu, Assumed]:
+        return hardware.load(self.gpu, self.precision)
+
 
 def systems() -> list[System]:
     lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    kinds = {field.name: field.type for field in fields(System)}
+    kinds = get_type_hints(System)
     return [System(**{name: kinds[name](text) for name, text in row.items()}) for row in csv.DictReader(lines)]
 
 
@@ -57,51 +61,34 @@ def known() -> list[System]:
     return [system for system in systems() if system.precision in PLANNED.values()]
 
 
-@dataclass(frozen=True)
-class Case:
-    """What the planned step of a system depends on."""
-
-    cfg: Config
-    layout: Layout
-    footprints: dict[str, Footprint]
-    gpu: Gpu
-    assumed: Assumed
-
-
 @cache
-def case(system: System) -> Case:
-    gpu, assumed = hardware.load(system.gpu, system.precision)
-    cfg = config_file.replace(
+def traced(precision: str, arch: str, rows: int) -> dict[str, Footprint]:
+    return footprint.trace(config_of(precision), arch, rows)
+
+
+def config_of(precision: str, **values: object) -> Config:
+    return config_file.replace(
         Config(name="public"),
-        train__global_batch=system.global_batch,
-        train__micro_batch=system.micro_batch,
         parallel__compile=True,
         parallel__kept_regions=-1,
         parallel__reduce_dtype="bf16",
-        precision__preset=system.precision,
-        eval__batch=1,
+        precision__preset=precision,
+        **values,
     )
-    layout = footprint.layout(cfg, system.gpus, gpu.node)
-    return Case(cfg, layout, _traced(system.precision, gpu.arch, system.micro_batch), gpu, assumed)
-
-
-@cache
-def _traced(precision: str, arch: str, rows: int) -> dict[str, Footprint]:
-    values = {"parallel__compile": True, "precision__preset": precision}
-    return footprint.trace(config_file.replace(Config(name="public"), **values), arch, rows)
 
 
 def planned_s(system: System, gemm_share: float | None = None) -> float:
     """The step of a system by the method of tools.plan. gemm_share: in place of hardware.toml's."""
-    known = case(system)
-    assumed = replace(known.assumed, gemm_share=gemm_share or known.assumed.gemm_share)
-    machine = Machine(known.gpu, assumed, system.gpus)
-    model = known.cfg.model
-    computing = {kind: machine.seconds(one.forward) for kind, one in known.footprints.items()}
-    forward = sum(computing[unit.kind] for unit in known.layout.units)
+    gpu, assumed = system.rates
+    machine = Machine(gpu, replace(assumed, gemm_share=gemm_share or assumed.gemm_share), system.gpus)
+    rows = system.micro_batch
+    cfg = config_of(system.precision, train__global_batch=system.global_batch, train__micro_batch=rows, eval__batch=1)
+    layout = footprint.layout(cfg, system.gpus, gpu.node)
+    footprints = traced(system.precision, gpu.arch, rows)
+    forward = sum(machine.seconds(footprints[unit.kind].forward) for unit in layout.units)
     # Attention and the MLP of a double block and a single block's end, in forward and again in backward.
-    sums = 2 * (2 * model.double_blocks + model.single_blocks)
-    tokens = model.text_tokens + model.image_tokens
-    stream = 2 * system.micro_batch * system.tensor_parallel * tokens * model.hidden
-    step = step_time.times(known.cfg, known.layout, known.footprints, machine, system.micro_batch).step
+    sums = 2 * (2 * cfg.model.double_blocks + cfg.model.single_blocks)
+    tokens = cfg.model.text_tokens + cfg.model.image_tokens
+    stream = 2 * rows * system.tensor_parallel * tokens * cfg.model.hidden
+    step = step_time.times(cfg, layout, footprints, machine, rows).step
     return step + system.recomputed * forward + 2 * sums * machine.ring(stream, system.tensor_parallel)

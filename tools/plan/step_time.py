@@ -8,18 +8,18 @@ Not modelled: links that slow the card down, launches, and ranks that wait for a
 from dataclasses import dataclass
 from math import ceil, log2
 
-from flux_ref.config import Config, OptimConfig
+from flux_ref.config import Config
 from flux_ref.optim import bytes_per_parameter
 from tools.plan.footprint import Footprint, Pass
 from tools.plan.hardware import Assumed, Gpu
-from tools.shared.communication import ITEM_BYTES, Layout, Unit, freed, sent
+from tools.shared.communication import ITEM_BYTES, Layout, Unit, freed
 
 MICRO = 1e-6
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one optimizer step, and the bytes that a rank sends in it."""
+    """Seconds of one optimizer step."""
 
     step: float
     compute: float  # forward, backward and the optimizer, if nothing waited for links
@@ -28,7 +28,6 @@ class Times:
     reduce_scatter: float
     all_reduce: float
     validation: float  # of a batch
-    sent: dict[str, float]  # by all_gather, reduce_scatter, all_reduce, scalars
 
 
 @dataclass(frozen=True)
@@ -69,15 +68,6 @@ class Machine:
         return moved * (ranks - 1) / ranks / (share * speed) + hops * self.assumed.hop_us * MICRO
 
 
-def optimizer_bytes(cfg: OptimConfig) -> int:
-    """Bytes that the optimizer moves per weight: it reads and writes the weight and its moments.
-
-    It reads the gradient, as the norm does; clipping reads and writes it. An average of the weights reads the weight
-    once more.
-    """
-    return 2 * bytes_per_parameter(cfg) + 4 * (5 if cfg.ema else 4)
-
-
 def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int) -> Times:
     """One optimizer step with micro-batches of so many rows.
 
@@ -96,28 +86,31 @@ def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine
         return sum(machine.ring(reduced * unit.padded, layout.shards) for unit in units)
 
     def sum_replicas(*units: Unit) -> float:
-        sizes = (reduced * unit.padded / layout.shards for unit in units)
+        sizes = (reduced * layout.sharded(unit) for unit in units)
         return 2 * sum(machine.ring(size, layout.replicas, layout.shards, tree=True) for size in sizes)
 
     again = units[: freed(cfg.parallel, len(units) - 1)]  # gathered a second time, for backward
-    computing = {
-        kind: (machine.seconds(one.forward), machine.seconds(one.backward)) for kind, one in footprints.items()
-    }
-    evaluated = sum(computing[unit.kind][0] for unit in units)
+    forward_of = {kind: machine.seconds(one.forward) for kind, one in footprints.items()}
+    backward_of = {kind: machine.seconds(one.backward) for kind, one in footprints.items()}
+    evaluated = sum(forward_of[unit.kind] for unit in units)
     # FSDP2 copies gathered weights to where layers find them, and gradients to where they are reduced.
     forward = evaluated + sum(machine.moving(2 * unit.gathered) for unit in units)
-    backwards = [
-        computing[unit.kind][1] + machine.moving((item + reduced) * unit.padded + 2 * unit.gathered * (i < len(again)))
-        for i, unit in enumerate(units)
-    ]
+    backwards = []
+    for i, unit in enumerate(units):
+        copied = (item + reduced) * unit.padded + 2 * unit.gathered * (i < len(again))
+        backwards.append(backward_of[unit.kind] + machine.moving(copied))
     backward = sum(backwards)
-    optimizer = machine.moving(optimizer_bytes(cfg.optim) * sum(unit.shard for unit in units))
+    # The optimizer reads and writes weights and moments. It reads the gradient, as the norm does; clipping reads and
+    # writes it. An average of the weights reads the weight once more.
+    per_weight = 2 * bytes_per_parameter(cfg.optim) + 4 * (5 if cfg.optim.ema else 4)
+    optimizer = machine.moving(per_weight * layout.sharded(*units))
     optimizer += 2 * machine.ring(0, machine.gpus, tree=True)  # the gradient norm, a sum over all
 
     micros = ceil(cfg.train.global_batch / (machine.gpus * rows))
     one_forward = max(gather(root, first) + forward, gather(*units))
     one_backward = max(backward + scatter(first, root), gather(*again) + scatter(*units))
-    summed, done = 0.0, backwards[-1]
+    summed = 0.0
+    done = backwards[-1]
     for unit, seconds in zip(units[-2::-1], backwards[-2::-1]):
         done += seconds
         summed = max(summed, done + scatter(unit)) + sum_replicas(unit)
@@ -130,5 +123,4 @@ def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine
         reduce_scatter=micros * scatter(*units),
         all_reduce=sum_replicas(*units),
         validation=max(evaluated * cfg.eval.batch / rows, gather(*again)),
-        sent=sent(cfg, layout, micros),
     )

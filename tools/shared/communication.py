@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from flux_ref.config import Config, ParallelConfig
+from flux_ref.model import parameter_table
 from flux_ref.precision import policy
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}  # of parallel.dtype and parallel.reduce_dtype
@@ -16,58 +17,56 @@ ROOT = "ends"
 BLOCK = re.compile(r"(double|single)_blocks\.(\d+)\.")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Unit:
     """What FSDP2 gathers at once. Sizes are numbers of parameters."""
 
     kind: str  # "double 2" for a region of two double blocks, ROOT for the root
-    whole: int
-    padded: int  # whole, and the padding that makes all shards equal
-    shard: int  # on rank 0, which holds the most
-    gathered: int  # bytes of `padded`
+    whole: int = 0
+    padded: int = 0  # whole, and the padding that makes all shards equal
+    gathered: int = 0  # bytes of `padded`
 
 
 @dataclass(frozen=True)
 class Layout:
     """The units of a net over all ranks: regions in the order of forward, then the root."""
 
-    units: tuple[Unit, ...]
+    units: list[Unit]
     shards: int  # ranks that hold one copy together
     replicas: int  # copies
+
+    def sharded(self, *units: Unit) -> int:
+        """The parameters of a rank's shards, with padding."""
+        return sum(unit.padded for unit in units) // self.shards
 
     @property
     def parameters(self) -> int:
         return sum(unit.whole for unit in self.units)
 
 
-def layout(cfg: Config, shapes: dict[str, tuple[int, ...]], ranks: int, replicas: int) -> Layout:
-    """How a net is split over ranks that hold so many replicas. shapes: of all parameters (model.parameter_table)."""
+def layout(cfg: Config, ranks: int, replicas: int) -> Layout:
+    """How a net is split over ranks that hold so many replicas."""
     shards = ranks // replicas
-    held: dict[tuple[str, int], dict[str, tuple[int, ...]]] = {}
-    for name, shape in shapes.items():
+    lengths = region_lengths(cfg)
+    regions = {(kind, i): Unit(f"{kind} {length}") for kind in lengths for i, length in enumerate(lengths[kind])}
+    root = Unit(ROOT)
+    in_fp8 = policy.layers_gathered_in_fp8(cfg)
+    for name, shape in parameter_table(cfg.model).items():
         block = BLOCK.match(name)
-        place = (block[1], int(block[2]) // cfg.parallel.region_blocks) if block else (ROOT, 0)
-        held.setdefault(place, {})[name] = shape
-    units = [
-        _unit(cfg, f"{kind} {length}", held[kind, i], shards)
-        for kind, lengths in region_lengths(cfg).items()
-        for i, length in enumerate(lengths)
-    ]
-    return Layout((*units, _unit(cfg, ROOT, held[ROOT, 0], shards)), shards, replicas)
+        unit = regions[block[1], int(block[2]) // cfg.parallel.region_blocks] if block else root
+        padded = shards * ceil(shape[0] / shards) * prod(shape[1:])
+        is_code = name.endswith(".weight") and name.removesuffix(".weight") in in_fp8
+        unit.whole += prod(shape)
+        unit.padded += padded
+        unit.gathered += padded * (1 if is_code else ITEM_BYTES[cfg.parallel.dtype])
+    return Layout([*regions.values(), root], shards, replicas)
 
 
 def region_lengths(cfg: Config) -> dict[str, list[int]]:
     """{"double", "single": number of blocks in each region, in the order of forward}."""
     most = cfg.parallel.region_blocks
-    model = cfg.model
-    counts = {"double": model.double_blocks, "single": model.single_blocks}
+    counts = {"double": cfg.model.double_blocks, "single": cfg.model.single_blocks}
     return {kind: [min(most, count - first) for first in range(0, count, most)] for kind, count in counts.items()}
-
-
-def gathered_bytes(cfg: Config, name: str) -> int:
-    """Bytes of a parameter's element in a gather. name: Black Forest Labs'."""
-    module, _, leaf = name.rpartition(".")
-    return 1 if leaf == "weight" and module in policy.layers_gathered_in_fp8(cfg) else ITEM_BYTES[cfg.parallel.dtype]
 
 
 def freed(cfg: ParallelConfig, regions: int) -> int:
@@ -75,34 +74,14 @@ def freed(cfg: ParallelConfig, regions: int) -> int:
     return max(0, regions - cfg.kept_regions) if cfg.kept_regions >= 0 else 0
 
 
-def _unit(cfg: Config, kind: str, shapes: dict[str, tuple[int, ...]], shards: int) -> Unit:
-    rows = {name: ceil(shape[0] / shards) for name, shape in shapes.items()}
-    padded = {name: shards * rows[name] * prod(shape[1:]) for name, shape in shapes.items()}
-    return Unit(
-        kind=kind,
-        whole=sum(map(prod, shapes.values())),
-        padded=sum(padded.values()),
-        shard=sum(min(rows[name], shape[0]) * prod(shape[1:]) for name, shape in shapes.items()),
-        gathered=sum(count * gathered_bytes(cfg, name) for name, count in padded.items()),
-    )
-
-
-def sent(cfg: Config, layout: Layout, micros: int) -> dict[str, float]:
-    """Bytes that one rank sends in an optimizer step of so many micro-batches, by collective, in rings.
-
-    scalars: all ranks sum the gradient norm. With delayed FP8 they also agree on two magnitudes per linear. Before each
-    forward the ranks of a replica agree on the magnitudes of the weights that are gathered in FP8.
-    """
+def sent(cfg: Config, layout: Layout) -> dict[str, float]:
+    """Bytes that one rank sends in an optimizer step of one micro-batch, by collective, in rings."""
     reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
     n = layout.shards
     r = layout.replicas
-    whole = sum(unit.padded for unit in layout.units)
     again = layout.units[: freed(cfg.parallel, len(layout.units) - 1)]
-    of_all = 1 + 2 * len(policy.layers_with_delayed_scales(cfg))
-    of_weights = micros * len(policy.layers_gathered_in_fp8(cfg))
     return {
-        "all_gather": micros * sum(unit.gathered for unit in (*layout.units, *again)) * (n - 1) / n,
-        "reduce_scatter": micros * reduced * whole * (n - 1) / n,
-        "all_reduce": 2 * reduced * whole / n * (r - 1) / r,
-        "scalars": 2 * 4 * (of_all * (n * r - 1) / (n * r) + of_weights * (n - 1) / n),
+        "all_gather": sum(unit.gathered for unit in (*layout.units, *again)) * (n - 1) / n,
+        "reduce_scatter": reduced * layout.sharded(*layout.units) * (n - 1),
+        "all_reduce": 2 * reduced * layout.sharded(*layout.units) * (r - 1) / r,
     }
