@@ -2,7 +2,7 @@
 
     python eval.py runs/tiny                                 the newest checkpoint of a run
     python eval.py runs/tiny --checkpoint=800                that of step 800
-    python eval.py runs/tiny --all                           every checkpoint, and the curve as a picture
+    python eval.py runs/tiny --all                           every checkpoint
     python eval.py runs/tiny --ema                           the average of the weights that optim.ema keeps
     python eval.py runs/tiny --prompt "a small red circle at the middle" --prompt "..." --draw-only
     torchrun --nproc-per-node 8 eval.py FLUX.1-schnell --prompts=FILE --draw-only --steps=4
@@ -14,8 +14,8 @@ key of flux_ref/config.py can be given. With the run's own settings the number e
 with --ema it is that of the average, which training never logs.
 Draws prompts, else sample.count stored captions, with --steps=N --guidance=X --seed=N, into a new file in the run's
 samples/, for other weights in the current folder. --draw-only measures no loss; prompts then need no data set.
-Encoders are --t5=DIR --clip=DIR --vae=PATH, else those beside --vae or the model, as in FLUX.1-schnell's repository.
---json prints one object.
+The encoders lie in the folder --vae=PATH, else in that of the model, as in FLUX.1-schnell's repository.
+--json prints one object on a line for each set of weights.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
@@ -23,19 +23,12 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
-from flux_ref import (
-    checkpoint,
-    config_file,
-    errors,
-    files,
-    loss_chart,
-    ranks,
-    report,
-    sharding,
-    weights,
-)
+from flux_ref import checkpoint, config_file, errors, ranks, report, sharding, weights
 from flux_ref.alive import Alive
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
@@ -46,160 +39,162 @@ from flux_ref.evaluate import validation_loss
 from flux_ref.files import read_text
 from flux_ref.optim import EMA
 from flux_ref.ranks import World
-from flux_ref.schedule import TIMESTEPS
 from flux_ref.step_runner import Validator
 
-MOST_PROMPTS = 256  # their encodings are in memory together
 
-
-def text(record: dict) -> str:
-    """What was measured of a set of weights and drawn by it, for people."""
-    count = "an unknown number of" if record["samples"] is None else f"{record['samples']:,}"
-    whose = f"{record['name']}, " if record["name"] else ""
-    which = f"; the average of the weights, with a half-life of {record[EMA]:,} samples" if EMA in record else ""
-    lines = [f"{record['weights']}: {whose}after {count} training samples{which}"]
-    if "val_loss" in record:
-        names = [*(f"t = {k}/{TIMESTEPS}" for k in range(TIMESTEPS)), "mean   "]
-        losses = [*record["val_loss_per_timestep"], record["val_loss"]]
-        for name, loss, stderr in zip(names, losses, [*record["stderr_per_timestep"], record["stderr"]]):
-            lines.append(f"{name}   {loss:.4f}" + (f" +- {stderr:.4f}" if stderr is not None else ""))
-        lines[-1] += f"  over {record['count']:,} samples"
-        if record["noise"] == "fresh" and record["samples"] is None:
-            lines.append("noise of evaluation 0: these weights state no samples; compare with --eval.noise=fixed")
-    if "pictures" in record:
-        lines.append(f"pictures: {record['pictures']}")
-    return "\n".join(map(printable, lines))
-
-
-def utf8(prompt: str) -> str:
-    """A prompt as it was typed. A terminal in another encoding gives bytes that are no UTF-8."""
-    if prompt.encode(errors="ignore").decode() != prompt:
-        raise argparse.ArgumentTypeError(f"{prompt!r} is not UTF-8; give it in a file of --prompts")
-    return prompt
-
-
-def listed(path: str) -> list[str]:
-    """The lines of a file that hold text. Raises: Refusal."""
-    text = read_text(Path(path), "list of prompts")
-    lines = [line.strip() for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
-    if not lines:
-        raise Refusal(f"--prompts={path} holds no prompt; write one on each line")
-    return lines
+def main(argv: list[str]) -> int:
+    """Raises: Refusal."""
+    if "-h" in argv or "--help" in argv:
+        print(__doc__ + config_file.key_list())
+        return 0
+    options = parse(argv)
+    path = weights.find(options.path, options.step)
+    paths = [path]
+    if options.all:
+        paths = checkpoint.list_checkpoints(options.path) or paths
+    cfg = weights.config_of(path, options.config)
+    cfg = config_file.replace(cfg, parallel__replicate=1)  # fits any world
+    cfg = config_file.override(cfg, options.overrides)
+    with contextlib.ExitStack() as stack:
+        alive = stack.enter_context(Alive("eval.py", cfg.run.hang_s))
+        world = ranks.start(cfg.parallel)
+        # Training may save and delete checkpoints while ranks look.
+        names = ranks.gather_objects([str(path) for path in paths])[0]
+        if cfg.parallel.compile:
+            choose_compiler_folder(cfg, world, stack)
+        evaluate(cfg, world, [Path(name) for name in names], options, alive.mark)
+    ranks.stop()
+    return 0
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """What the command line asks for; `overrides` are keys of the config. Raises: Refusal."""
     parser = Options("eval.py", __doc__, add_help=False)
-    parser.add_argument("--checkpoint", dest="step", type=int, metavar="STEP")
-    parser.add_argument("--config", metavar="FILE")
+    parser.add_argument("--checkpoint", dest="step", type=int)
+    parser.add_argument("--config")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--ema", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--prompt", action="append", type=utf8, dest="prompts", default=[], metavar="TEXT")
-    parser.add_argument("--prompts", action="extend", type=listed, default=[], metavar="FILE")
+    parser.add_argument("--prompt", dest="prompts", action="append", type=utf8, default=[])
+    parser.add_argument("--prompts", action="extend", type=listed)
     parser.add_argument("--draw-only", action="store_true")
-    parser.add_argument("--t5", type=Path, metavar="DIR")
-    parser.add_argument("--clip", type=Path, metavar="DIR")
     for name in ("vae", "steps", "guidance", "seed"):
-        form = f"--sample.{name}={{}}".format
-        parser.add_argument(f"--{name}", action="append", dest="overrides", type=form, default=[])
-    path = [word for word in argv[:1] if not word.startswith("-")]
-    options, rest = parser.parse_known_args(argv[len(path) :])
-    path, rest = config_file.config_and_overrides([*path, *rest], default="runs/tiny")
-    if options.all and options.step is not None:
-        raise Refusal("--all and --checkpoint exclude each other")
+        key = f"--sample.{name}={{}}"
+        parser.add_argument(f"--{name}", dest="overrides", action="append", type=key.format, default=[])
+    options, rest = parser.parse_known_args(argv)
+    path, overrides = config_file.config_and_overrides(rest, default="runs/tiny")
     options.path = Path(path)
-    options.mark = "_ema" if options.ema else ""  # in the names of files
-    options.overrides = [*rest, *options.overrides]
-    if len(options.prompts) > MOST_PROMPTS:
-        raise Refusal(f"{len(options.prompts):,} prompts; give at most {MOST_PROMPTS} at a time")
+    options.overrides = [*overrides, *options.overrides]
     return options
 
 
-def main(argv: list[str]) -> int:
-    if "-h" in argv or "--help" in argv:
-        print(__doc__ + config_file.key_list())
-        return 0
-    options = parse(argv)
-    first = weights.find(options.path, options.step)
-    paths = checkpoint.list_checkpoints(options.path) if options.all else [first]
-    if not paths:
-        raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {weights.REMEDY}")
-    cfg = config_file.replace(weights.config_of(first, options.config), parallel__replicate=1)  # fits any world
-    cfg = config_file.override(cfg, options.overrides)
-    with contextlib.ExitStack() as stack:
-        timer = stack.enter_context(Alive("eval.py", cfg.run.hang_s))
-        world = ranks.start(cfg.parallel)
-        # Training may save and delete checkpoints while ranks look.
-        paths = [Path(path) for path in ranks.gather_objects([*map(str, paths)])[0]]
-        if cfg.parallel.compile:
-            choose_compiler_folder(cfg, world, stack)
-        records = evaluate(cfg, world, timer, paths, options)
-    ranks.stop()
-    if world.rank > 0:
-        return 0
-    chart = ""
-    if options.all and not options.draw_only:
-        chart = draw_curve(cfg, records, options)
-    if options.json:
-        print(json.dumps({"checkpoints": records, "chart": str(chart)} if options.all else records[0]))
-    elif chart:
-        print(f"curve: {chart}")
-    return 0
+def utf8(prompt: str) -> str:
+    """A prompt as it was typed. Raises: ValueError for bytes of another encoding, which Python keeps as surrogates."""
+    prompt.encode()
+    return prompt
 
 
-def draw_curve(cfg: Config, records: list[dict], options: argparse.Namespace) -> Path:
-    """The validation losses of a run's checkpoints as a picture in its folder, and those that training logged."""
-    curve = {}
-    # Losses of training stand beside losses of the same config only. They are never those of an average.
-    if not (options.config or options.ema) and all(word.startswith("--sample.") for word in options.overrides):
-        for record in files.records(options.path / "eval.jsonl"):
-            curve[record["samples"]] = record["val_loss"]  # also where no checkpoint was saved
-    for record in records:
-        curve[record["samples"]] = record["val_loss"]
-    path = options.path / f"eval_all{options.mark}.png"
-    loss_chart.chart([], sorted(curve.items()), cfg.eval.target, path)
-    return path
+def listed(path: str) -> list[str]:
+    """The lines of a file that hold text. Raises: Refusal."""
+    lines = read_text(Path(path), "list of prompts").split("\n")
+    return [line.strip() for line in lines if line.strip()]
 
 
-def evaluate(cfg: Config, world: World, timer: Alive, paths: list[Path], options: argparse.Namespace) -> list[dict]:
-    """One record per set of weights. Collective."""
+def evaluate(
+    cfg: Config, world: World, paths: list[Path], options: argparse.Namespace, at: Callable[[str], None]
+) -> None:
+    """Measure and draw with each set of weights, and print a record of it. Collective. Raises: Refusal.
+
+    at: called with the name of what this rank does.
+    """
     with ranks.agreed():
         # A wrong file is named before the data set is opened.
         weights.open_source(paths[0], cfg.model, options.ema)
-        val_set = None
-        if not (options.draw_only and options.prompts):
-            if not cfg.data.val:
-                raise Refusal("data.val is empty; give --data.val=DIR, or --prompt=TEXT with --draw-only")
-            val_set = ValSet(cfg, world.rank, world.size, world.pin)
-            val_set.open()
-    draws = options.draw_only or options.prompts or cfg.sample.count
-    pictures = None
-    if draws:
-        from flux_ref.pictures import drawing
-
-        pictures = drawing.Drawing(cfg, world, options, val_set, timer.mark)
+    val_set = None
+    if not (options.draw_only and options.prompts):
+        val_set = opened(cfg, world)
+    artist = None
+    if options.draw_only or options.prompts or cfg.sample.count:
+        artist = artist_of(cfg, world, val_set, options, at)
     arithmetic = arithmetic_of(cfg)
     steps = Validator(sharding.build(cfg, world, None, arithmetic), cfg, world)
-    records = []
     for path in paths:
         with ranks.agreed():
             source = weights.open_source(path, cfg.model, options.ema)
             weights.load(steps.net, source)
-        record = {"weights": str(path), "name": source.info.get("name"), "samples": None}
-        record |= {key: int(source.info[key]) for key in ("samples", EMA) if key in source.info}
-        samples = record["samples"] or 0
+        known = {key: int(source.info[key]) for key in ("samples", EMA) if key in source.info}
+        record = {"weights": str(path), "name": source.info.get("name"), "samples": None, **known}
+        samples = known.get("samples", 0)
         arithmetic.begin(samples // cfg.train.global_batch)  # computes as the run at that time
         if val_set and not options.draw_only:
-            result = validation_loss(steps, val_set, samples, at=timer.mark)
+            result = validation_loss(steps, val_set, samples, at)
             record |= report.validation_record(result) | {"noise": cfg.eval.noise}
-        if pictures:
-            folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path.cwd()
-            record["pictures"] = pictures.draw(steps.net, folder, f"eval_{path.stem}{options.mark}", timer.mark)
-        if world.rank == 0 and not options.json:
-            print(text(record))
-        records.append(record)
-    return records
+        if artist:
+            place = new_file(options, path)
+            artist.save(artist.paint(steps.net, at), place)
+            record["pictures"] = str(place)
+        if world.rank == 0:
+            print(json.dumps(record) if options.json else text(record))
+
+
+def opened(cfg: Config, world: World) -> ValSet:
+    """The validation set. Collective. Raises: Refusal."""
+    with ranks.agreed():
+        if not cfg.data.val:
+            raise Refusal("data.val is empty; give --data.val=DIR, or --prompt=TEXT with --draw-only")
+        val_set = ValSet(cfg, world.rank, world.size, world.pin)
+        val_set.open()
+    return val_set
+
+
+def artist_of(
+    cfg: Config, world: World, val_set: ValSet | None, options: argparse.Namespace, at: Callable[[str], None]
+) -> Any:
+    """Who draws the prompts, or else captions of the validation set. Collective. Raises: Refusal.
+
+    The encoders lie in the folder of the autoencoder, or else of the model.
+    """
+    from flux_ref.pictures.artist import Artist
+
+    home = Path(cfg.sample.vae or options.path)
+    if not home.is_dir():
+        home = home.parent
+    artist = Artist(cfg, world, Path(cfg.sample.vae or home))
+    with ranks.agreed():
+        if options.prompts:
+            artist.take_prompts(options.prompts, home, at)
+        elif val_set:
+            artist.take_stored(val_set.shards)
+        if not artist.captions:
+            raise Refusal("--draw-only has nothing to draw; give --prompt=TEXT or set sample.count above 0")
+    return artist
+
+
+def new_file(options: argparse.Namespace, path: Path) -> Path:
+    """The first free name for pictures of the weights at a path."""
+    folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path.cwd()
+    mark = "_ema" if options.ema else ""
+    names = (f"eval_{path.stem}{mark}_{number}.png" for number in count(1))
+    return next(folder / name for name in names if not (folder / name).exists())
+
+
+def text(record: dict[str, Any]) -> str:
+    """A record for people."""
+    samples = "an unknown number of" if record["samples"] is None else f"{record['samples']:,}"
+    whose = f"{record['name']}, " if record["name"] else ""
+    lines = [f"{record['weights']}: {whose}after {samples} training samples"]
+    if EMA in record:
+        lines[0] += f"; the average of the weights, with a half-life of {record[EMA]:,} samples"
+    if "val_loss" in record:
+        error = "" if record["stderr"] is None else f" +- {record['stderr']:.4f}"  # one sample of a timestep has none
+        lines.append(f"validation loss {record['val_loss']:.4f}{error} over {record['count']:,} samples")
+        by_time = "  ".join(f"{loss:.4f}" for loss in record["val_loss_per_timestep"])
+        lines.append(f"at t = 0/8, 1/8, ... 7/8: {by_time}")
+        if record["noise"] == "fresh" and record["samples"] is None:
+            lines.append("noise of evaluation 0: these weights state no samples; compare with --eval.noise=fixed")
+    if "pictures" in record:
+        lines.append(f"pictures: {record['pictures']}")
+    return "\n".join(printable(line) for line in lines)
 
 
 if __name__ == "__main__":

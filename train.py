@@ -74,9 +74,9 @@ def main(argv: list[str]) -> int:
             report.say(line)
         gallery = None
         if cfg.sample.count:  # before the clock starts, since a wrong autoencoder is refused
-            from flux_ref.pictures import drawing
+            from flux_ref.pictures.artist import Gallery
 
-            gallery = drawing.Gallery(cfg, world, report, val_set if cfg.data.val else train_set, train_set)
+            gallery = Gallery(cfg, world, report, (val_set if cfg.data.val else train_set).shards)
         if cfg.data.evict and shards.CAN_EVICT:
             train_set.shards.evict()
             val_set.shards.evict()
@@ -128,7 +128,7 @@ def main(argv: list[str]) -> int:
                     if shortage := steps.shortage():
                         report.say(f"samples {state.samples:>10,}  no pictures: {shortage}")
                     else:
-                        gallery.paint(state, alive.at)  # a run that breaks off in a drawing repeats it
+                        gallery.draw(state, alive.at)  # a run that breaks off in a drawing repeats it
                 if schedule.evaluates(state.samples, cfg):
                     loss = report.val_loss_at(state.samples)  # a resumed run may have it already
                     if loss is None:
@@ -172,7 +172,7 @@ def main(argv: list[str]) -> int:
         alive.let_go()
         steps.close(agreed=True)
         if gallery:
-            gallery.paint(state, alive.mark)
+            gallery.draw(state, alive.mark)
         report.conclude(state, reached, log.flaw)
     ranks.stop()
     return 0

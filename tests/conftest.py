@@ -73,6 +73,16 @@ def measured(shared, shapes_dir):
     return rank_runs.Measured(shapes_dir, shared)
 
 
+@pytest.fixture(scope="module")
+def nets(tmp_path_factory) -> Iterator[Path]:
+    """A small FLUX.1-schnell for the micro model; tests must not change it. Meanwhile an autoencoder is as small."""
+    import small_encoders
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(small_encoders.encoders.VAE, "block_out_channels", small_encoders.CHANNELS)
+        yield small_encoders.save_repository(tmp_path_factory.mktemp("nets"))
+
+
 def data_overrides(folder: Path) -> list[str]:
     """Command-line overrides that point a config at a data set."""
     return [f"--data.train={folder}/train", f"--data.val={folder}/val"]

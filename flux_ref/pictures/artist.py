@@ -1,130 +1,186 @@
-"""Pictures from captions: Euler steps from noise to data, with classifier-free guidance."""
+"""Pictures from captions: Euler steps from noise to data, with classifier-free guidance; and the pictures of a run."""
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flux_ref import latents, ranks, rng, sharding, shards, toy
+from flux_ref import config, latents, ranks, rng, sharding, shards, toy
 from flux_ref.config import Config
 from flux_ref.data import Rows
 from flux_ref.errors import Refusal
-from flux_ref.pictures import autoencoder
+from flux_ref.pictures import encoders, sheet
 from flux_ref.ranks import World
-
-Text = tuple[str, Rows]  # a caption and its encodings, {"t5", "clip"}
-Pictures = list[np.ndarray]  # each (3, H, W), about in [-1, 1]
+from flux_ref.report import Reporter
+from flux_ref.shards import ShardSet
+from flux_ref.step_runner import State
 
 LOOKED_AT = 16  # samples for each different caption that is wanted
 # Attention kernels for the autoencoder. The kernels of the net may not support fp32.
 IN_FP32 = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def times(steps: int) -> list[float]:
-    """The steps + 1 times from 1 (noise) to 0 (data), equally far apart: BFL flux, get_schedule of schnell."""
-    return [1 - i / steps for i in range(steps + 1)]
-
-
 class Artist:
-    """Makes pictures from the encodings of captions."""
+    """Draws the same captions by one net after another.
 
-    def __init__(self, cfg: Config, world: World):
-        """Collective. Raises: Refusal for a file of cfg.sample.vae that holds no autoencoder."""
+    captions: what is drawn. encoded: {"t5", "clip"} of each as bf16 bits. empty: of the empty caption, for guidance.
+    """
+
+    def __init__(self, cfg: Config, world: World, vae: Path):
+        """vae: of load_autoencoder; data.kind=shapes needs none. Collective. Raises: Refusal."""
         self.cfg = cfg
         self.world = world
-        self.autoencoder = None
+        self.captions: list[str] = []
+        self.encoded: list[Rows] = []
+        self.empty: Rows = {}
+        self.autoencoder: Any = None
         with ranks.agreed():
             if world.rank == 0 and cfg.data.kind != "shapes":
-                if not cfg.sample.vae:
-                    rule = f"pictures of data.kind={cfg.data.kind} need an autoencoder"
-                    raise Refusal(f"{rule}: give --sample.vae=ae.safetensors; {autoencoder.FETCH}")
-                self.autoencoder = autoencoder.load(cfg.sample.vae)
+                self.autoencoder = encoders.load_autoencoder(vae, torch.device("cpu"))
 
-    def paint(self, net: nn.Module, texts: list[Text], empty: Rows | None, at: Callable[[str], None]) -> Pictures:
-        """A picture for each text; none on ranks other than 0. Collective.
+    def take_stored(self, samples: ShardSet) -> None:
+        """Draw the first sample.count different captions of an open data set. Raises: Refusal.
 
-        empty: the encodings of the empty caption; None if cfg.sample.guidance is 1.
-        at:    called before each sampling step with its name. It may raise, on all ranks alike.
+        Damaged samples are left out. At most LOOKED_AT samples for each caption are looked at, so there may be fewer.
+        """
+        count = self.cfg.sample.count
+        found: dict[str, Rows] = {}
+        for number in range(min(len(samples), LOOKED_AT * count)):
+            rows = samples.layout.rows()
+            with suppress(shards.BadSample):  # training and validation name them
+                meta = samples.read(number, rows)
+                found.setdefault(meta.caption or meta.key, rows)
+            if len(found) == count:
+                break
+        self.captions = list(found)
+        self.encoded = list(found.values())
+        if self.cfg.sample.guidance != 1.0:
+            self.empty = shards.read_empty(config.empty_dir(self.cfg), samples.layout)
+
+    def take_prompts(self, prompts: list[str], home: Path, at: Callable[[str], None]) -> None:
+        """Draw prompts, encoded as a data set has them. home: the folder of the encoders. Raises: Refusal.
+
+        The encoders are gone before a net is built. at: called before each prompt with what this rank does.
+        """
+        model = self.cfg.model
+        self.captions = prompts
+        if self.cfg.data.kind == "shapes":
+            own = [toy.encode_caption(text, model.text_tokens, model.t5_dim, model.clip_dim) for text in [*prompts, ""]]
+            self.encoded = [dict(zip(("t5", "clip"), map(shards.to_bf16_bits, values))) for values in own]
+            self.empty = self.encoded.pop()
+            return
+        nets = encoders.Encoders(home, model, self.world.device, torch.float32, sees=False)
+        self.empty = nets.empty
+        for prompt in prompts:
+            at(f"encoding {prompt!r}")
+            if nets.t5.longer([prompt]):
+                raise Refusal(f"prompt {prompt[:40]!r}... has more than {model.text_tokens} tokens of T5; shorten it")
+            self.encoded.append({name: bits[0] for name, bits in nets.encode_text([prompt]).items()})
+
+    def paint(self, net: nn.Module, at: Callable[[str], None]) -> list[np.ndarray]:
+        """A picture of each caption, (3, H, W) about in [-1, 1]; none on ranks other than 0. Collective.
+
+        at: called before each sampling step with its name. It may raise, on all ranks alike.
         """
         pictures = []
-        batch = self.cfg.eval.batch
         with sharding.uncompiled(self.cfg.parallel):
-            for first in range(0, len(texts), batch):
-                rows = [rows for _, rows in texts[first : first + batch]]
-                z_BCYX = generate_latents(net, rows, empty, self.cfg, self.world.device, at, first)
+            for first in range(0, len(self.captions), self.cfg.eval.batch):
+                z_BCYX = self.generate_latents(net, first, at)
                 if self.world.rank == 0:
                     pictures += self._decoded(z_BCYX)
         return pictures
 
-    def _decoded(self, z_BCYX: Tensor) -> Pictures:
+    def generate_latents(self, net: nn.Module, first: int, at: Callable[[str], None]) -> Tensor:
+        """A latent for each of eval.batch captions: (B, C, Y, X) fp32, on the autoencoder's scale. Collective.
+
+        first: number of the first caption. Caption i starts from noise i of sample.seed. at: as for `paint`.
+        """
+        model = self.cfg.model
+        sample = self.cfg.sample
+        texts = self.encoded[first : first + self.cfg.eval.batch]
+        text = self._stacked(texts)
+        is_guided = sample.guidance != 1.0
+        no_text = self._stacked([self.empty] * len(texts)) if is_guided else []
+        numbers = range(first, first + len(texts))
+        noise = [rng.normals(sample.seed, rng.SAMPLING, model.latent_shape, sample=i, epoch=0) for i in numbers]
+        x_BNP = latents.pack(torch.from_numpy(np.stack(noise)).to(self.world.device))
+        try:
+            with torch.no_grad():
+                for step in range(sample.steps):  # from 1, noise, to 0, data: BFL flux, get_schedule of schnell
+                    at(f"sampling step {step}")
+                    t = 1 - step / sample.steps
+                    t_next = 1 - (step + 1) / sample.steps
+                    t_B = x_BNP.new_full((len(texts),), t)
+                    x_in_BNP = x_BNP.to(text[0].dtype)
+                    velocity_BNP = net(x_in_BNP, *text, t_B).float()
+                    if is_guided:
+                        unguided_BNP = net(x_in_BNP, *no_text, t_B).float()
+                        velocity_BNP = unguided_BNP + sample.guidance * (velocity_BNP - unguided_BNP)
+                    x_BNP = x_BNP + (t_next - t) * velocity_BNP
+        finally:
+            sharding.reshard(net)  # also after an interruption: training or a checkpoint may follow
+        return latents.unscale(latents.unpack(x_BNP, model.latent_height, model.latent_width))
+
+    def _stacked(self, texts: list[Rows]) -> list[Tensor]:
+        """[t5_BTE, clip_BV] in parallel.dtype."""
+        bits = [torch.from_numpy(np.stack([text[name] for text in texts])) for name in ("t5", "clip")]
+        dtype = sharding.DTYPES[self.cfg.parallel.dtype]
+        return [part.view(torch.bfloat16).to(self.world.device, dtype) for part in bits]
+
+    def _decoded(self, z_BCYX: Tensor) -> list[np.ndarray]:
         """The autoencoder is on the device of the latents only meanwhile."""
         if not self.autoencoder:
             return [toy.decode(z) for z in z_BCYX.cpu().numpy()]
         with torch.no_grad(), sdpa_kernel(IN_FP32):
-            self.autoencoder.to(z_BCYX.device)
-            pictures = [self.autoencoder.decode(z_CYX[None])[0].cpu().numpy() for z_CYX in z_BCYX]
-            self.autoencoder.to("cpu")
+            net = self.autoencoder.to(z_BCYX.device)
+            pictures = [net.decode(z_CYX[None]).sample[0].cpu().numpy() for z_CYX in z_BCYX]
+            net.to("cpu")
             return pictures
 
-
-def generate_latents(
-    net: nn.Module,
-    texts: list[Rows],
-    empty: Rows | None,
-    cfg: Config,
-    device: torch.device,
-    at: Callable[[str], None] = lambda place: None,
-    first: int = 0,
-) -> Tensor:
-    """One latent per text: (B, C, Y, X) fp32, on the autoencoder's scale. Collective over all ranks.
-
-    texts, empty: {"t5", "clip"} as bf16 bits in uint16, or as fp32. empty is for guidance only.
-    first:        number of the first text; text i starts from noise i of cfg.sample.seed.
-    """
-    model = cfg.model
-    sample = cfg.sample
-    dtype = sharding.DTYPES[cfg.parallel.dtype]
-    text = _stack(texts, device, dtype)
-    no_text = _stack([empty] * len(texts), device, dtype) if empty and sample.guidance != 1.0 else None
-    numbers = range(first, first + len(texts))
-    noise = [rng.normals(sample.seed, rng.SAMPLING, model.latent_shape, sample=i, epoch=0) for i in numbers]
-    x_BNP = latents.pack(torch.from_numpy(np.stack(noise)).to(device))
-    try:
-        with torch.no_grad():
-            for step, (t, t_next) in enumerate(pairwise(times(sample.steps))):
-                at(f"sampling step {step}")
-                t_B = torch.full((len(texts),), t, device=device)
-                velocity_BNP = net(x_BNP.to(dtype), *text, t_B).float()
-                if no_text:
-                    unguided_BNP = net(x_BNP.to(dtype), *no_text, t_B).float()
-                    velocity_BNP = unguided_BNP + sample.guidance * (velocity_BNP - unguided_BNP)
-                x_BNP = x_BNP + (t_next - t) * velocity_BNP
-    finally:
-        sharding.reshard(net)  # also after an interruption: training or a checkpoint may follow
-    return latents.unscale(latents.unpack(x_BNP, model.latent_height, model.latent_width))
+    def save(self, pictures: list[np.ndarray], path: Path) -> None:
+        """Save the pictures, if this rank has them, above their captions as one PNG."""
+        if pictures:
+            sheet.save(pictures, self.captions, path)
 
 
-def _stack(texts: list[Rows], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """[t5_BTE, clip_BV]"""
-    stacked = [torch.from_numpy(np.stack([text[name] for text in texts])) for name in ("t5", "clip")]
-    return [(part.view(torch.bfloat16) if part.dtype == torch.uint16 else part).to(device, dtype) for part in stacked]
+class Gallery(Artist):
+    """The folder samples/ of a run: a sheet of pictures at each interval and at the end, and a strip of all sheets."""
 
+    def __init__(self, cfg: Config, world: World, report: Reporter, samples: ShardSet):
+        """samples: the data set whose first captions are drawn. Collective. Raises: Refusal for a bad autoencoder."""
+        super().__init__(cfg, world, Path(cfg.sample.vae))
+        self.report = report
+        self.samples = samples
+        self.newest = -1  # training samples at the newest sheet
 
-def stored_captions(samples: shards.ShardSet, count: int) -> list[Text]:
-    """The first `count` different captions of an open data set, damaged samples left out.
+    def draw(self, state: State, at: Callable[[str], None]) -> None:
+        """Draw the first sample.count captions from the same noise as ever, unless they are drawn. Collective.
 
-    At most LOOKED_AT * count samples are looked at, so there may be fewer.
-    """
-    encodings: dict[str, Rows] = {}
-    for sample in range(min(len(samples), LOOKED_AT * count)):
-        if len(encodings) == count:
-            break
-        rows = samples.layout.rows()
-        with suppress(shards.BadSample):  # training and validation name them
-            meta = samples.read(sample, rows)
-            encodings.setdefault(meta.caption or meta.key, rows)
-    return list(encodings.items())
+        Training goes on as without pictures: drawing changes no weight and no number of training, and takes dynamic
+        FP8 scales. A file that cannot be written does not end the run. at: as for `paint`.
+        """
+        samples = state.samples
+        if self.newest == samples:
+            return
+        self.newest = samples
+        if self.world.device.type != "cpu":
+            torch.accelerator.synchronize()  # sync: the training steps under way do not count as drawing
+        begin = time.perf_counter()
+        self.take_stored(self.samples)
+        pictures = self.paint(state.net, at)
+        path = self.report.folder / "samples" / f"{samples:09d}.png"
+        with self.report.spare(path.name):
+            self.save(pictures, path)
+            if pictures:
+                self.report.picture(path, samples)
+                if self.cfg.sample.every_samples:
+                    sheet.strip(path.parent, pictures[0].shape[1], samples)
+            seconds = time.perf_counter() - begin
+            self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures in {seconds:.1f} s: {path}")
+        self.report.pause(time.perf_counter() - begin)

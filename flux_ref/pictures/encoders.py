@@ -1,7 +1,7 @@
 """The frozen encoders that samples are made with: FLUX's autoencoder, T5-XXL and CLIP-L's text half.
 
 They are read from local safetensors files only: nothing is downloaded, no pickle is opened, no code beside the weights
-is run. The package transformers is imported only when encoders are needed.
+is run. The packages diffusers and transformers are imported only when encoders are needed.
 
 numerics: the autoencoder computes in fp32; so do the text encoders, unless bf16 is asked for. On NVIDIA torch lets
 convolutions round their factors to TF32, by up to 2**-11; samples are stored in bf16, which rounds more.
@@ -9,22 +9,70 @@ convolutions round their factors to TF32, by up to 2**-11; samples are stored in
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flux_ref import latents, tensors, weights
 from flux_ref.config import ModelConfig
-from flux_ref.errors import Fault, Refusal, package
-from flux_ref.pictures import autoencoder
-from flux_ref.pictures.autoencoder import FETCH
+from flux_ref.errors import Fault, Refusal, one_line, package
 
 # B batch  H, W pixel rows and columns  C, Y, X latent  T text tokens (256)  E T5 features (4096)  V CLIP features (768)
-CLIP_TOKENS = 77  # all that CLIP has positions for
-KINDS = {  # by our option: transformers' class, which of its outputs, FLUX.1-schnell's folder
-    "t5": ("T5EncoderModel", "last_hidden_state", "text_encoder_2"),
-    "clip": ("CLIPTextModel", "pooler_output", "text_encoder"),
+FILES = 'ae.safetensors "text_encoder*/*" "tokenizer*/*"'
+FETCH = f"fetch it: hf download black-forest-labs/FLUX.1-schnell {FILES} --local-dir DIR"
+VAE_FILES = ("ae.safetensors", "vae/diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors")
+VAE_SCALES = {"scaling_factor": latents.SCALE, "shift_factor": latents.SHIFT}
+VAE = VAE_SCALES | {  # source: vae/config.json of black-forest-labs/FLUX.1-schnell
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "norm_num_groups": 32,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
 }
+CLIP_TOKENS = 77  # all that CLIP has positions for
+KINDS = {  # by the number of FLUX.1-schnell's folder: transformers' class, and which of its outputs
+    "": ("CLIPTextModel", "pooler_output"),
+    "_2": ("T5EncoderModel", "last_hidden_state"),
+}
+
+
+def new_autoencoder() -> Any:
+    """diffusers' AutoencoderKL with random weights: 244 tensors, 83,819,683 parameters.
+
+    Its latents are on the autoencoder's scale; latents.py brings them to the transformer's.
+    Raises: Refusal if diffusers is not installed.
+    """
+    return package("diffusers", "the autoencoder").AutoencoderKL(**VAE)
+
+
+def load_autoencoder(given: Path, device: torch.device) -> Any:
+    """The autoencoder in fp32 and without gradients, by the names of Black Forest Labs or diffusers.
+
+    given: the file, diffusers' vae/, or a folder such as FLUX.1-schnell's repository.
+    Raises: Refusal if there is no such file, or it does not fit, is damaged or holds a number that is not finite.
+    """
+    path = next((file for file in (given, *(given / name for name in VAE_FILES)) if file.is_file()), None)
+    if not path:
+        raise Refusal(f"autoencoder {given} is no file and has no ae.safetensors; {FETCH}, and give --sample.vae=DIR")
+    with torch.device("meta"):
+        net = new_autoencoder()
+    with tensors.opened(path, "autoencoder") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if any(".down." in name for name in found):
+        from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
+
+        found = convert_ldm_vae_checkpoint(found, VAE)
+    weights.require_config(path.with_name("config.json"), VAE_SCALES)
+    want = {name: tuple(part.shape) for name, part in net.state_dict().items()}
+    tensors.require_fit({name: tuple(part.shape) for name, part in found.items()}, want, f"autoencoder {path}")
+    values = {name: tensors.finite(part.float(), name, f"autoencoder {path}") for name, part in found.items()}
+    net.load_state_dict(values, assign=True)
+    return net.to(device).eval().requires_grad_(False)
 
 
 class TextEncoder:
@@ -34,16 +82,12 @@ class TextEncoder:
     no mask (MLPerf reference; BFL flux, HFEmbedder).
     """
 
-    def __init__(self, option: str, folder: Path, tokens: int, device: torch.device, dtype: torch.dtype):
-        """option: of KINDS. The tokenizer lies in the folder, or as diffusers has it: tokenizer_2 of text_encoder_2.
-
-        Raises: Refusal.
-        """
-        kind, self.output, public = KINDS[option]
+    def __init__(self, home: Path, number: str, tokens: int, features: int, device: torch.device, dtype: torch.dtype):
+        """home: the folder of text_encoder and tokenizer with this number of KINDS. Raises: Refusal."""
         self.tokens = tokens
-        words = folder
-        if not (folder / "tokenizer_config.json").exists():
-            words = folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
+        kind, self.output = KINDS[number]
+        folder = home / f"text_encoder{number}"
+        words = home / f"tokenizer{number}"
         transformers = package("transformers", "encoding captions")
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
@@ -57,9 +101,10 @@ class TextEncoder:
             )
             if absent := [*report["missing_keys"], *map(str, report["mismatched_keys"])]:  # random values there
                 raise ValueError(f"{len(absent)} tensors are missing or misshaped, such as {min(absent)}")
+            if net.config.hidden_size != features:
+                raise ValueError(f"it has {net.config.hidden_size} features, the model wants {features}")
         except Exception as error:  # transformers raises a dozen kinds
-            why = " ".join(str(error).split())
-            raise Refusal(f"--{option} {folder}: {why}; give FLUX.1-schnell's {public}; {FETCH}") from None
+            raise Refusal(f"encoder {folder}: {one_line(error)}; {FETCH}") from None
         self.net = net.to(device).eval().requires_grad_(False)
 
     def longer(self, captions: Sequence[str]) -> int:
@@ -79,48 +124,37 @@ class Encoders:
     empty: {"t5", "clip"}, the encodings of the empty caption as bf16 bits.
     """
 
-    def __init__(
-        self, vae_file: Path | None, t5: Path, clip: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype
-    ):
-        """vae_file: None for captions only. Raises: Refusal for files that do not fit the model or are no encoders."""
-        if model.latent_channels != autoencoder.FLUX["latent_channels"]:
-            raise Refusal(f"model.latent_channels={model.latent_channels}; FLUX's autoencoder has 16")
+    def __init__(self, home: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype, sees: bool = True):
+        """home: as FLUX.1-schnell's repository. sees: pixels too. Raises: Refusal for files that do not fit the model.
+
+        device: of the nets. dtype: of the text encoders.
+        """
         self.device = device
-        self.autoencoder = vae_file and autoencoder.load(vae_file, device)
-        self.t5 = TextEncoder("t5", t5, model.text_tokens, device, dtype)
-        self.clip = TextEncoder("clip", clip, CLIP_TOKENS, device, dtype)
+        self.autoencoder: Any = load_autoencoder(home, device) if sees else None
+        self.t5 = TextEncoder(home, "_2", model.text_tokens, model.t5_dim, device, dtype)
+        self.clip = TextEncoder(home, "", CLIP_TOKENS, model.clip_dim, device, dtype)
         self.empty = {name: bits[0] for name, bits in self.encode_text([""]).items()}
-        for name, folder, want in (("t5", t5, model.t5_dim), ("clip", clip, model.clip_dim)):
-            if (found := self.empty[name].shape[-1]) != want:
-                raise Refusal(f"--{name} {folder} has {found} features, the model wants {want}; set model.{name}_dim")
 
     @torch.no_grad()
-    def text(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """{"t5": (B, T, E), "clip": (B, V)} in dtype, on the device. Raises: Fault for one that is not finite."""
-        return _finite({"t5": self.t5(captions), "clip": self.clip(captions)}, captions)
-
     def encode_text(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
-        """`text` as bf16 bits. sync: the host waits for the device."""
-        return _bits(self.text(captions))
+        """{"t5": (B, T, E), "clip": (B, V)} as bf16 bits. sync: the host waits for the device.
+
+        Raises: Fault if an encoder returns what is not finite.
+        """
+        return _bits({"t5": self.t5(captions), "clip": self.clip(captions)}, captions)
 
     @torch.no_grad()
     def encode(self, pixels_B3HW: Tensor, captions: Sequence[str]) -> dict[str, np.ndarray]:
-        """encode_text and {"mean", "logvar": (B, C, Y, X)} at the autoencoder's own scale; pixels are uint8.
-
-        Raises: Fault if an encoder returns what is not finite. sync: the host waits for the device.
-        """
-        moments = self.autoencoder.encode(pixels_B3HW.to(self.device).float() / 127.5 - 1)
-        return self.encode_text(captions) | _bits(_finite(dict(zip(("mean", "logvar"), moments)), captions))
+        """encode_text and {"mean", "logvar": (B, C, Y, X)} at the autoencoder's own scale; pixels are uint8."""
+        pixels_B3HW = pixels_B3HW.to(self.device).float() / 127.5 - 1
+        moments = self.autoencoder.encode(pixels_B3HW).latent_dist.parameters.chunk(2, dim=1)
+        return self.encode_text(captions) | _bits(dict(zip(("mean", "logvar"), moments)), captions)
 
 
-def _finite(members: dict[str, Tensor], captions: Sequence[str]) -> dict[str, Tensor]:
+def _bits(members: dict[str, Tensor], captions: Sequence[str]) -> dict[str, np.ndarray]:
+    """Rounded to bf16, as its bits in uint16. Raises: Fault for a value that is not finite."""
     for name, values in members.items():
         finite = values.isfinite().flatten(1).all(dim=1).tolist()
         if not all(finite):
             raise Fault(f"{name} of {captions[finite.index(False)]!r} is NaN or infinite", alone=True)
-    return members
-
-
-def _bits(members: dict[str, Tensor]) -> dict[str, np.ndarray]:
-    """Rounded to bf16, as its bits in uint16."""
     return {name: values.bfloat16().view(torch.uint16).cpu().numpy() for name, values in members.items()}

@@ -46,7 +46,11 @@ def history(cfg: Config, world: World) -> dict:
     state = State.build(cfg, world, seed=3)
     steps = graphs.runner(state, cfg, world)
     steps.warm_up()
-    artist = Artist(cfg, world)
+    artist = Artist(cfg, world, Path())
+    rows = {name: np.zeros_like(part) for name, part in train_set.shards.layout.rows().items()}
+    artist.captions = [""] * cfg.sample.count
+    artist.encoded = [rows] * cfg.sample.count
+    artist.empty = rows
     steps.capture()
     steps.health.restart(0)
     results, validations, pictures = [], [], []
@@ -57,8 +61,7 @@ def history(cfg: Config, world: World) -> dict:
                 continue
             validations.append(validation_loss(steps, val_set, state.samples).losses)
             if cfg.sample.every_samples:
-                rows = {name: np.zeros_like(part) for name, part in train_set.shards.layout.rows().items()}
-                pictures += artist.paint(state.net, [("", rows)] * cfg.sample.count, rows, lambda place: None)
+                pictures += artist.paint(state.net, lambda place: None)
     steps.close(agreed=True)
     return {
         "results": torch.stack(results).tolist(),

@@ -1,17 +1,16 @@
 """`python -m tools.prepare` with a small autoencoder, on each rank."""
 
 import sys
-from functools import partial
 
-from peer_vae import SMALL
+from small_encoders import CHANNELS
 
 from flux_ref.errors import leave
-from flux_ref.pictures import autoencoder
+from flux_ref.pictures import encoders
 from tools.prepare import commands
 
 
 def main(*argv: str) -> int:
-    autoencoder.load = partial(autoencoder.load, config=SMALL)
+    encoders.VAE["block_out_channels"] = CHANNELS
     return commands.main(list(argv))
 
 

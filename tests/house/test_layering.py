@@ -10,8 +10,8 @@ TAKEN_AWAY = ("precision", "pictures", "benchmark")  # folders of flux_ref that 
 ASKED = {  # what is imported in the one function that a key asks
     ("arithmetic", "precision.hooks"),
     ("benchmark.closed", "precision.policy"),
-    ("train", "pictures.drawing"),
-    ("eval", "pictures.drawing"),
+    ("train", "pictures.artist"),
+    ("eval", "pictures.artist"),
 }
 SHARED = "tools.shared"  # what several commands use
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 400

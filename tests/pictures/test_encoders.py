@@ -1,92 +1,202 @@
-"""What text encoders are refused, and what encodings."""
+"""Encoders from files, and prompts at a model in the layout of FLUX.1-schnell's repository, beside FluxPipeline."""
 
-import contextlib
 import json
 import pickle
-from functools import partial
+import re
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import MICRO, refusal
+from conftest import MICRO, ROOT, refusal
+from diffusers import FluxPipeline
 from payload import Payload
-from peer_vae import SMALL, relative_error
+from peer_net import relative_error
+from PIL import Image
 from safetensors.torch import load_file, save_file
-from small_encoders import WORDS, save_ae, save_clip, save_t5
+from small_encoders import WORDS, bfl_tensors
 
-from flux_ref import config_file, shards
+from flux_ref import config_file, latents, rng, shards
 from flux_ref.errors import Fault, Refusal
-from flux_ref.pictures import autoencoder
-from flux_ref.pictures.encoders import Encoders
+from flux_ref.pictures import encoders, sheet
+from flux_ref.pictures.artist import Artist
+from flux_ref.pictures.encoders import Encoders, load_autoencoder
+from tools import export
 
 MODEL = config_file.load(MICRO).model
+CPU = torch.device("cpu")
+PIXELS = (8 * MODEL.latent_height, 8 * MODEL.latent_width)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_autoencoder():
-    """FLUX's autoencoder would take most of the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autoencoder, "load", partial(autoencoder.load, config=SMALL))
-        yield
+def build(nets: Path, *overrides: str, dtype: torch.dtype = torch.float32) -> Encoders:
+    return Encoders(nets, config_file.load(MICRO, overrides).model, CPU, dtype)
 
 
-@pytest.fixture(scope="module")
-def nets(tmp_path_factory) -> Path:
-    """t5, clip/text_encoder and an autoencoder, all random; tests must not change them."""
-    folder = tmp_path_factory.mktemp("nets")
-    save_t5(folder / "t5")
-    save_clip(folder / "clip")
-    save_ae(folder / "ae.safetensors")
-    return folder
+# The autoencoder
 
 
-def build(nets: Path, changes: dict) -> Encoders:
-    parts = {"vae_file": nets / "ae.safetensors", "t5": nets / "t5", "clip": nets / "clip" / "text_encoder"}
-    parts |= {"model": MODEL, "device": torch.device("cpu"), "dtype": torch.float32}
-    return Encoders(**parts | changes)
+def test_the_net_has_the_tensors_of_the_public_file():
+    with torch.device("meta"):
+        parameters = dict(encoders.new_autoencoder().named_parameters())
+    assert len(parameters) == 244 and sum(parameter.numel() for parameter in parameters.values()) == 83_819_683
 
 
-def test_text_encoders_that_do_not_fit_are_refused(nets, tmp_path):
-    lacking = save_t5(tmp_path / "lacking")
-    tensors = load_file(lacking / "model.safetensors")
-    del tensors["encoder.block.1.layer.0.SelfAttention.q.weight"]  # transformers would put random values there
-    save_file(tensors, lacking / "model.safetensors", metadata={"format": "pt"})
-    cases = {
-        "has 21 features, the model wants 28; set model.t5_dim": {"t5": save_t5(tmp_path / "t5", 21)},
-        "has 16 features, the model wants 14; set model.clip_dim": {"clip": save_clip(tmp_path / "clip", 16)},
-        "1 tensors are missing": {"t5": lacking},
-        "model.latent_channels=4": {"model": config_file.load(MICRO, ["--model.latent_channels=4"]).model},
-    }
-    assert [words for words, changes in cases.items() if words not in refusal(build, nets, changes)] == []
+def test_a_file_by_either_names_gives_the_same_moments_and_pictures(nets, tmp_path):
+    """Samples hold the net's log of a variance as it is, where diffusers clamps it at -30."""
+    tensors = load_file(nets / "ae.safetensors")
+    tensors["encoder.conv_out.bias"] -= 100
+    save_file({name: part.bfloat16() for name, part in tensors.items()}, tmp_path / "ae.safetensors")
+    pixels_B3HW = torch.randint(256, (2, 3, *PIXELS), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    scaled = pixels_B3HW / 127.5 - 1
+    theirs = load_autoencoder(nets / "vae", CPU)
+    mean = theirs.encode(scaled).latent_dist.mean
+    for path in (nets, nets / "ae.safetensors", nets / "vae"):
+        net = load_autoencoder(path, CPU)
+        assert {(p.dtype, p.requires_grad) for p in net.parameters()} == {(torch.float32, False)}
+        assert torch.equal(net.encode(scaled).latent_dist.mean, mean)
+        assert torch.equal(net.decode(mean).sample, theirs.decode(mean).sample)
+    rounded = load_autoencoder(tmp_path, CPU).encode(scaled).latent_dist.parameters
+    assert 0 < relative_error(rounded[:, :16] + 100, mean) < 0.1 and rounded[:, 16:].max() < -50
+    members = build(nets).encode(pixels_B3HW, ["a cat", "a dog"])
+    assert relative_error(torch.from_numpy(shards.from_bf16_bits(members["mean"])), mean) < 2**-7
 
 
-def test_a_pickle_in_place_of_weights_and_code_beside_them_are_not_run(nets, tmp_path):
-    folder = save_t5(tmp_path / "t5")
+def test_files_that_are_no_autoencoder_of_flux_are_refused(nets, tmp_path):
+    path = tmp_path / "ae.safetensors"
+    tensors = bfl_tensors(load_autoencoder(nets, CPU))
+    bias = "encoder.conv_in.bias"
+    for words, change in {
+        "1 misshaped: encoder.conv_in.bias (3,), want (32,)": {bias: torch.zeros(3)},
+        "encoder.conv_in.bias holds NaN": {bias: torch.full((32,), torch.nan).bfloat16()},
+    }.items():
+        save_file(tensors | change, path)
+        assert words in refusal(load_autoencoder, path, CPU)
+    path.write_bytes(path.read_bytes()[:-4])
+    assert f"autoencoder {path} cannot be read as safetensors" in refusal(load_autoencoder, path, CPU)
+    save_file({"img_in.weight": torch.zeros(1)}, path)
+    assert "244 missing: " in refusal(load_autoencoder, path, CPU)
+    assert "is no file and has no ae.safetensors; fetch it: hf download" in refusal(
+        load_autoencoder, tmp_path / "x", CPU
+    )
+    shutil.copytree(nets / "vae", tmp_path / "vae")
+    config = json.loads((tmp_path / "vae" / "config.json").read_text())
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(config | {"scaling_factor": 0.18215}))
+    assert "scaling_factor=0.18215, want 0.3611" in refusal(load_autoencoder, tmp_path / "vae", CPU)
+
+
+# Text encoders
+
+
+def test_text_encoders_that_do_not_fit_are_refused_and_no_code_of_theirs_is_run(nets, tmp_path):
+    assert "it has 28 features, the model wants 36" in refusal(build, nets, "--model.t5_dim=36")
+    assert "it has 14 features, the model wants 12" in refusal(build, nets, "--model.clip_dim=12")
+    home = Path(shutil.copytree(nets, tmp_path / "nets"))
+    folder = home / "text_encoder_2"
     mark = tmp_path / "it ran"
-    (folder / "own.py").write_text(f"from pathlib import Path\nPath({str(mark)!r}).mkdir()\nclass Own: pass\n")
-    owns = {"tokenizer_config.json": {"AutoTokenizer": ["own.Own", None]}, "config.json": {"AutoModel": "own.Own"}}
-    for name, key in owns.items():
-        content = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(content | {"auto_map": key, "tokenizer_class": "Own"}))
-    with contextlib.suppress(Refusal):
-        build(nets, {"t5": folder})
-    folder = save_t5(tmp_path / "pickled")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["encoder.block.1.layer.0.SelfAttention.q.weight"]  # transformers would put random values there
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert f"encoder {folder}: 1 tensors are missing" in refusal(build, home)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(mark)))
-    assert "no file named model.safetensors" in refusal(build, nets, {"t5": folder})
+    assert "no file named model.safetensors" in refusal(build, home)
+    for path in (folder / "config.json", home / "tokenizer_2" / "tokenizer_config.json"):
+        (path.parent / "own.py").write_text(f"from pathlib import Path\nPath({str(mark)!r}).mkdir()\nclass Own: pass\n")
+        own = {"auto_map": {"AutoTokenizer": ["own.Own", None], "AutoModel": "own.Own"}, "tokenizer_class": "Own"}
+        path.write_text(json.dumps(json.loads(path.read_text()) | own))
+        with pytest.raises(Refusal):
+            build(home)
     assert not mark.exists()
+    shutil.rmtree(home / "tokenizer_2")
+    assert "tokenizer_config.json'; fetch it: hf download" in refusal(build, home)
 
 
-def test_encodings_that_are_not_finite_stop_the_job_by_name(nets):
-    net = build(nets, {})
-    weight = net.t5.net.shared.weight.data
-    weight[WORDS.index("dog") + 3] = torch.nan
+def test_encodings_in_bf16_differ_by_rounding_and_those_that_are_not_finite_are_named(nets):
+    full, half = (build(nets, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    for exact, other in zip(full.encode_text(["a red cat"]).values(), half.encode_text(["a red cat"]).values()):
+        assert 0 < relative_error(*map(torch.from_numpy, map(shards.from_bf16_bits, (other, exact)))) < 0.05
+    full.t5.net.shared.weight.data[WORDS.index("dog")] = torch.nan
     with pytest.raises(Fault, match="t5 of 'a dog' is NaN"):
-        net.encode(torch.zeros(2, 3, 32, 48, dtype=torch.uint8), ["a cat", "a dog"])
+        full.encode(torch.zeros(2, 3, *PIXELS, dtype=torch.uint8), ["a cat", "a dog"])
 
 
-def test_bf16_text_encoders_differ_by_rounding_only(nets):
-    full, half = (build(nets, {"dtype": dtype}).encode_text(["a red cat"]) for dtype in (torch.float32, torch.bfloat16))
-    for name in ("t5", "clip"):
-        ours, theirs = (torch.from_numpy(shards.from_bf16_bits(bits[name])) for bits in (half, full))
-        assert 0 < relative_error(ours, theirs) < 0.05
+# Prompts
+
+
+@pytest.fixture
+def draw(nets, monkeypatch, tmp_path, attempt):
+    """draw(*argv) runs eval.py --draw-only in an empty folder; returns the path of the sheet, or the refusal."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def call(*argv: object, code: int = 0) -> str:
+        options = (f"--config={MICRO}", "--data.kind=embeddings", "--draw-only", "--steps=4", "--json")
+        found, out, line = attempt(*argv, *options, name="eval.py")
+        assert found == code, line
+        return line if code else json.loads(out)["pictures"]
+
+    return call
+
+
+def test_prompts_give_the_latents_and_pictures_of_diffusers_flux_pipeline(nets, draw, monkeypatch):
+    """Of encodings that are rounded to bf16, as in a data set."""
+    prompts = ["a small red cat sits on the grass", "", "photo of two dogs"]
+    made = []
+    generate = Artist.generate_latents
+    monkeypatch.setattr(Artist, "generate_latents", lambda *a: made.append(generate(*a)) or made[-1])
+    with Image.open(draw(nets, *(f"--prompt={prompt}" for prompt in prompts), "--seed=7")) as image:
+        drawn = np.asarray(image.convert("RGB")).astype(int)
+    pipeline = FluxPipeline.from_pretrained(nets)
+    pipeline.set_progress_bar_config(disable=True)
+    noise = [rng.normals(7, rng.SAMPLING, MODEL.latent_shape, sample=i, epoch=0) for i in range(len(prompts))]
+    t5, clip, _ = pipeline.encode_prompt(prompts, None, max_sequence_length=MODEL.text_tokens)
+    options = {"prompt_embeds": t5.bfloat16().float(), "pooled_prompt_embeds": clip.bfloat16().float()}
+    options |= {"num_inference_steps": 4, "height": PIXELS[0], "width": PIXELS[1]}
+    options |= {"latents": latents.pack(torch.from_numpy(np.stack(noise)))}
+    theirs = pipeline(output_type="latent", **options).images
+    ours = latents.pack(latents.SCALE * (made[0] - latents.SHIFT))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    size = (round(PIXELS[1] * sheet.HEIGHT / PIXELS[0]), sheet.HEIGHT)
+    for number, picture in enumerate(pipeline(output_type="np", **options).images):
+        left, top = sheet.GAP + number * (size[0] + sheet.GAP), sheet.GAP
+        want = Image.fromarray((picture * 255).round().astype(np.uint8)).resize(size, Image.Resampling.NEAREST)
+        cut = drawn[top : top + size[1], left : left + size[0]]
+        assert abs(cut - np.asarray(want).astype(int)).max() <= 1 and cut.std() > 5
+
+
+def test_encoders_lie_in_the_folder_of_the_autoencoder_or_of_the_model(nets, draw, tmp_path):
+    bare = shutil.copy(nets / "transformer" / "diffusion_pytorch_model.safetensors", tmp_path / "own.safetensors")
+    ways = [[nets], [bare, f"--vae={nets}"], [bare, f"--vae={nets}/ae.safetensors"]]
+    files = [Path(draw(*way, "--prompt=a cat", "--guidance=2")).read_bytes() for way in ways]
+    assert files == files[:1] * len(files)
+    for words, argv in {
+        f"autoencoder {tmp_path} is no file and has no ae.safetensors; fetch it: hf download": [],
+        f"has more than {MODEL.text_tokens} tokens of T5; shorten it": [f"--vae={nets}", f"--prompt={'a cat ' * 30}"],
+    }.items():
+        assert words in draw(bare, "--prompt=a cat", *argv, code=2)
+
+
+PAGE = (ROOT / "docs" / "own_pictures.md").read_text()
+SMALLER = {  # in the page's program, for the small model on a CPU
+    '"cuda"': '"cpu"',
+    "bfloat16": "float32",
+    "height=256, width=256": f"height={PIXELS[0]}, width={PIXELS[1]}",
+    '"max_sequence_length": 256': f'"max_sequence_length": {MODEL.text_tokens}',
+    "num_inference_steps=20": "num_inference_steps=2",
+}
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page_on_own_pictures_draws_by_diffusers(nets, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("FLUX.1-schnell").symlink_to(nets)
+    assert "--format=diffusers" in PAGE
+    assert export.main(["FLUX.1-schnell", "own_transformer", "--format=diffusers", f"--config={MICRO}"]) == 0
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    for theirs, ours in SMALLER.items():
+        assert theirs in program
+        program = program.replace(theirs, ours)
+    exec(program, {})
+    with Image.open("cat.png") as picture:
+        assert picture.size == PIXELS[::-1]

@@ -3,45 +3,24 @@
 import contextlib
 import itertools
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import MICRO, script, the_line
-from peer_vae import SMALL, relative_error
+from peer_net import relative_error
 from run_files import contents
 from shard_damage import LAYOUT, opened
-from small_encoders import save_ae, save_clip, save_t5
 from test_pictures import drawn, pixels, saved, write_tar
 from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5EncoderModel
 
 from flux_ref import config_file, shards
-from flux_ref.pictures import autoencoder
-from flux_ref.pictures.encoders import Encoders
+from flux_ref.pictures.encoders import Encoders, load_autoencoder
 from tools.prepare import commands as prepare
 from tools.prepare.pictures import Picture
 
 HEIGHT, WIDTH = 32, 48  # the micro model's
 TOKENS = config_file.load(MICRO).model.text_tokens
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_autoencoder() -> Iterator[None]:
-    """FLUX's autoencoder would take most of the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autoencoder, "load", partial(autoencoder.load, config=SMALL))
-        yield
-
-
-@pytest.fixture(scope="module")
-def nets(tmp_path_factory) -> Path:
-    """Random encoders as in FLUX.1-schnell's repository; tests must not change them."""
-    folder = tmp_path_factory.mktemp("nets")
-    save_t5(folder / "text_encoder_2")
-    save_clip(folder)
-    save_ae(folder / "ae.safetensors")
-    return folder
 
 
 def command(nets: Path, source: Path, output: Path, share: float = 0, *more: object) -> list[str]:
@@ -87,7 +66,7 @@ def theirs(nets: Path, caption: str) -> dict[str, torch.Tensor]:
     found = {}
     cut = {"truncation": True, "return_tensors": "pt", "padding": "max_length"}
     for name, net, words, tokens, output in (
-        ("t5", T5EncoderModel, "text_encoder_2", TOKENS, "last_hidden_state"),
+        ("t5", T5EncoderModel, "tokenizer_2", TOKENS, "last_hidden_state"),
         ("clip", CLIPTextModel, "tokenizer", 77, "pooler_output"),
     ):
         ids = PreTrainedTokenizerFast.from_pretrained(nets / words)(caption, max_length=tokens, **cut)["input_ids"]
@@ -114,12 +93,13 @@ def test_each_picture_is_a_sample_as_the_encoders_say_or_a_row_of_the_rejected(n
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"train", "rejected.tsv", "empty_encodings"}
     samples = stored(tmp_path / "out" / "train")
     assert len(samples) == len(CAPTIONS) == len({meta.key for meta, _ in samples})
-    net = autoencoder.load(nets / "ae.safetensors", torch.device("cpu"))
+    net = load_autoencoder(nets, torch.device("cpu"))
     for number, (meta, found) in enumerate(samples):
         assert meta.caption[:40] == CAPTIONS[number].strip()[:40] and meta.timestep is None
         picture = pixels((source / f"{number:02}.png").read_bytes(), HEIGHT, WIDTH)
         with torch.no_grad():
-            mean, logvar = net.encode(picture[None] / 255 * 2 - 1)
+            moments = net.encode(picture[None] / 255 * 2 - 1).latent_dist.parameters
+        mean, logvar = moments.chunk(2, dim=1)
         require_close(found, {"mean": mean[0], "logvar": logvar[0]} | theirs(nets, CAPTIONS[number].strip()))
     empty = shards.read_empty(tmp_path / "out" / "empty_encodings", LAYOUT)
     found = {name: torch.from_numpy(shards.from_bf16_bits(bits)) for name, bits in empty.items()}

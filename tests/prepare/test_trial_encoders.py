@@ -1,22 +1,19 @@
 """Random encoders of a command: what `images` and eval.py read, and pictures to try them on."""
 
-from functools import partial
-
 import torch
 from conftest import MICRO
-from peer_vae import SMALL
+from small_encoders import CHANNELS
 
 from flux_ref import config_file
-from flux_ref.pictures import autoencoder
+from flux_ref.pictures import encoders
 from flux_ref.pictures.encoders import Encoders
-from tools.prepare import commands, encoders, pictures
+from tools.prepare import commands, pictures
 
 MODEL = config_file.load(MICRO).model
 
 
 def test_random_encoders_fit_the_model_and_tell_captions_apart(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(encoders, "Autoencoder", partial(autoencoder.Autoencoder, SMALL))
-    monkeypatch.setattr(autoencoder, "load", partial(autoencoder.load, config=SMALL))
+    monkeypatch.setitem(encoders.VAE, "block_out_channels", CHANNELS)
     folder = tmp_path / "toy"
     argv = ["encoders", "--out", str(folder), "--config", str(MICRO)]
     assert commands.main(argv) == 0 and "180 captioned drawings" in capsys.readouterr().out
@@ -25,8 +22,7 @@ def test_random_encoders_fit_the_model_and_tell_captions_apart(tmp_path, capsys,
     first, *_, last = part()
     found, captions = zip(*(picture.load(32, 48) for picture in (first, last)))
     assert captions == ("a small red circle at the top left", "a large black triangle at the bottom right")
-    texts = (folder / "text_encoder_2", folder / "text_encoder")
-    nets = Encoders(folder, *texts, MODEL, torch.device("cpu"), torch.float32)
+    nets = Encoders(folder, MODEL, torch.device("cpu"), torch.float32)
     members = nets.encode(torch.stack(found), captions)
     assert members["t5"].shape[1:] == (MODEL.text_tokens, MODEL.t5_dim)
     assert members["clip"].shape[1:] == (MODEL.clip_dim,)

@@ -15,7 +15,7 @@ from PIL import Image
 
 from flux_ref import files, toy
 from flux_ref.errors import package
-from flux_ref.pictures.autoencoder import Autoencoder
+from flux_ref.pictures.encoders import new_autoencoder
 from tools.prepare import job
 
 PIXELS = 64  # rows and columns of a drawing
@@ -30,7 +30,7 @@ def save_encoders(folder: Path, t5_dim: int, clip_dim: int) -> None:
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     clip = transformers.CLIPTextConfig(hidden_size=clip_dim, **layers, **TOKENS)
     torch.manual_seed(0)
-    Autoencoder(device="cpu").net.save_pretrained(folder / "vae")
+    new_autoencoder().save_pretrained(folder / "vae")
     transformers.T5EncoderModel(t5).save_pretrained(folder / "text_encoder_2")
     transformers.CLIPTextModel(clip).save_pretrained(folder / "text_encoder")
     for name in ("tokenizer", "tokenizer_2"):

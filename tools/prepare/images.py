@@ -31,7 +31,6 @@ from tqdm import tqdm
 from flux_ref import files, ranks, sharding, shards
 from flux_ref.config import ModelConfig, ParallelConfig
 from flux_ref.errors import Refusal, between, one_line
-from flux_ref.pictures import encoders
 from flux_ref.pictures.encoders import Encoders
 from flux_ref.progress import progress
 from flux_ref.schedule import TIMESTEPS
@@ -210,8 +209,7 @@ def _make(args: argparse.Namespace) -> int:
     with ranks.agreed():
         parts = pictures.parts_of(args.input, listed, args.caption_column, args.per_shard)
         _require_enough(parts, args.val_share)
-        t5, clip = (args.model / kind[-1] for kind in encoders.KINDS.values())
-        nets = Encoders(args.model, t5, clip, model, world.device, sharding.DTYPES[args.dtype])
+        nets = Encoders(args.model, model, world.device, sharding.DTYPES[args.dtype])
     with ExitStack() as stack, ThreadPoolExecutor(THREADS) as pool:
         folder = job.partial_of(args.output)
         with ranks.agreed():
