@@ -197,7 +197,7 @@ REFUSED = {  # words of the line -> options
     "data.val is empty; give --data.val=DIR, or --prompt=TEXT with --draw-only": ["--data.val="],
     "--draw-only has nothing to draw": ["--draw-only", "--sample.count=0"],
     "eval.batch=0": ["--eval.batch=0"],
-    "'runs/other' is no option; the file or folder comes first": ["runs/other"],
+    "argument 'runs/other' is not of the form": ["runs/other"],
 }
 
 
