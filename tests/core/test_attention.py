@@ -6,36 +6,32 @@ from conftest import MICRO
 from flux_ref import config, config_file, sharding
 from flux_ref.attention import KERNELS, allow_attention, attention_kernel
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-
-
-def device(patch, hip=None, capability=(9, 0), cudnn: int | None = 91600, is_deterministic=False) -> None:
-    """Let torch see a device of this kind."""
-    patch.setattr(torch.version, "hip", hip)
-    patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    patch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
+BASE = {"hip": None, "capability": (9, 0), "cudnn": 91600, "deterministic": False}
 
 
 def test_the_kernel_suits_device_dtype_and_sizes(monkeypatch):
-    """Each case: the kernel, the device, values of the config."""
-    schnell, small = config_file.replace(config.Config(), parallel__dtype="bf16"), config_file.load(MICRO)
-    for kernel, kind, cfg in (
-        ("cudnn", {}, schnell),
-        ("cudnn", {"capability": (10, 0), "cudnn": 91501}, schnell),
-        ("flash", {"cudnn": 91500}, schnell),
-        ("flash", {"capability": (8, 0)}, schnell),
-        ("flash", {"hip": "7.0", "capability": (9, 4), "cudnn": None}, schnell),
-        ("math", {}, config_file.replace(schnell, parallel__dtype="fp32")),
-        ("cudnn", {}, config_file.replace(schnell, model__text_tokens=512)),
-        ("flash", {"is_deterministic": True}, schnell),
-        ("flash", {}, config_file.replace(schnell, model__text_tokens=320)),
-        ("flash", {}, config_file.replace(small, parallel__dtype="bf16")),
-        ("efficient", {}, config_file.replace(schnell, parallel__attention="efficient")),
+    """Each case: the kernel, what torch sees that differs from BASE, values of the config."""
+    for kernel, seen, values in (
+        ("cudnn", {}, {}),
+        ("cudnn", {"capability": (10, 0), "cudnn": 91501}, {}),
+        ("flash", {"cudnn": 91500}, {}),
+        ("flash", {"capability": (8, 0)}, {}),
+        ("flash", {"hip": "7.0", "capability": (9, 4), "cudnn": None}, {}),
+        ("math", {}, {"parallel__dtype": "fp32"}),
+        ("cudnn", {}, {"model__text_tokens": 512}),
+        ("flash", {"deterministic": True}, {}),
+        ("flash", {}, {"model__text_tokens": 320}),
+        ("flash", {}, {"model__heads": 96, "model__rope_axes": (8, 12, 12)}),
+        ("efficient", {}, {"parallel__attention": "efficient"}),
     ):
-        device(monkeypatch, **kind)
-        assert attention_kernel(cfg, CUDA) == kernel, (kernel, kind)
-        assert attention_kernel(cfg, CPU) == "chosen by torch"
+        kind = BASE | seen
+        monkeypatch.setattr(torch.version, "hip", kind["hip"])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, kind=kind: kind["capability"])
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda kind=kind: kind["cudnn"])
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda kind=kind: kind["deterministic"])
+        cfg = config_file.replace(config.Config(), **({"parallel__dtype": "bf16"} | values))
+        assert attention_kernel(cfg, torch.device("cuda", 0)) == kernel, (seen, values)
+        assert attention_kernel(cfg, torch.device("cpu")) == "chosen by torch"
 
 
 def allowed() -> list[bool]:

@@ -1,21 +1,23 @@
 """The objective and the latents, against a second implementation in numpy float64."""
 
 import numpy as np
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flux_ref import flow, latents
 
 SHAPE = (3, 16, 4, 6)  # B, C, Y, X
 
 
-def batch_of(seed: int = 0, t: tuple[float, ...] = (0.0, 0.375, 0.9)) -> dict[str, Tensor]:
-    """A batch as the loader gives it; text is not looked at by the nets of this file."""
-    rng = np.random.default_rng(seed)
-    arrays = {name: rng.standard_normal(SHAPE) for name in ("mean", "logvar", "latent_eps", "noise")}
-    arrays |= {"t5": rng.standard_normal((3, 9, 28)), "clip": rng.standard_normal((3, 14)), "t": np.array(t)}
-    batch = {name: torch.from_numpy(array).float() for name, array in arrays.items()}
-    return batch | {name: batch[name].bfloat16() for name in ("mean", "logvar", "t5", "clip")}
+@pytest.fixture
+def batch() -> dict[str, Tensor]:
+    """As the loader gives it."""
+    rng = np.random.default_rng(0)
+    shapes = {name: SHAPE for name in ("mean", "logvar", "latent_eps", "noise")} | {"t5": (3, 9, 28), "clip": (3, 14)}
+    found = {name: torch.from_numpy(rng.standard_normal(shape)).float() for name, shape in shapes.items()}
+    found |= {name: found[name].bfloat16() for name in ("mean", "logvar", "t5", "clip")}
+    return found | {"t": torch.tensor([0.0, 0.375, 0.9])}
 
 
 def pack_by_loops(image: np.ndarray) -> np.ndarray:
@@ -28,70 +30,43 @@ def pack_by_loops(image: np.ndarray) -> np.ndarray:
     return packed
 
 
-def reference(batch: dict[str, Tensor]) -> dict[str, np.ndarray]:
+def reference(batch: dict[str, Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """MLPerf's formulas in float64, as (B, C, Y, X): the latent, the point at t, the target."""
-    mean, logvar, eps, noise, t = (
-        batch[name].double().numpy() for name in ("mean", "logvar", "latent_eps", "noise", "t")
-    )
-    x = (mean + np.exp(0.5 * logvar) * eps - 0.1159) * 0.3611
-    t = t.reshape(-1, 1, 1, 1)
-    return {"latent": x, "x_t": (1 - t) * x + t * noise, "target": noise - x}
+    values = {name: tensor.double().numpy() for name, tensor in batch.items()}
+    noise = values["noise"]
+    x = (values["mean"] + np.exp(0.5 * values["logvar"]) * values["latent_eps"] - 0.1159) * 0.3611
+    t = values["t"].reshape(-1, 1, 1, 1)
+    return x, (1 - t) * x + t * noise, noise - x
 
 
-class Stub(nn.Module):
-    """A net that answers with a fixed tensor and remembers how it was asked."""
-
-    def __init__(self, answer: Tensor):
-        super().__init__()
-        self.answer = answer
-
-    def forward(self, *args: Tensor) -> Tensor:
-        self.args = args
-        return self.answer
-
-
-def random_answer() -> Tensor:
-    return torch.randn(3, 6, 64, generator=torch.Generator().manual_seed(7))
-
-
-def test_the_net_is_asked_at_x_t_and_its_error_is_averaged_per_sample_in_fp32():
+def test_the_net_is_asked_at_x_t_and_its_error_is_averaged_per_sample_in_fp32(batch):
     """Whatever its dtype: inputs reach the net in the order (x_t, t5, clip, t), and t stays fp32."""
-    batch = batch_of()
-    want = reference(batch)
+    _, x_t, target = reference(batch)
     for dtype in (torch.float32, torch.bfloat16):
-        net = Stub(random_answer().to(dtype))
-        losses = flow.losses(net, batch, dtype)
-        x_BNP, t5_BTE, clip_BV, t_B = net.args
+        answer = torch.randn(3, 6, 64, generator=torch.Generator().manual_seed(7)).to(dtype)
+        asked = []
+        losses = flow.losses(lambda *args, asked=asked, answer=answer: (asked.extend(args), answer)[1], batch, dtype)
+        x_BNP, *rest, t_B = asked
         rtol = 1e-5 if dtype == torch.float32 else 2**-8
-        torch.testing.assert_close(x_BNP, torch.from_numpy(pack_by_loops(want["x_t"])).to(dtype), rtol=rtol, atol=1e-6)
-        assert torch.equal(t5_BTE, batch["t5"].to(dtype)) and torch.equal(clip_BV, batch["clip"].to(dtype))
+        torch.testing.assert_close(x_BNP, torch.from_numpy(pack_by_loops(x_t)).to(dtype), rtol=rtol, atol=1e-6)
+        assert all(map(torch.equal, rest, (batch["t5"].to(dtype), batch["clip"].to(dtype))))
         assert torch.equal(t_B, batch["t"]) and losses.dtype == t_B.dtype == torch.float32
-        error = net.answer.double().numpy() - pack_by_loops(want["target"])
+        error = answer.double().numpy() - pack_by_loops(target)
         np.testing.assert_allclose(losses, (error**2).reshape(3, -1).mean(axis=1), rtol=1e-6)
 
 
-def test_latent_agrees_with_the_reference():
+def test_latent_agrees_with_the_reference(batch):
     """Without spread, `unscale` gives the mean again."""
-    batch = batch_of()
+    mean = batch["mean"].float()
     latent = latents.sample(batch["mean"], batch["logvar"], batch["latent_eps"])
     assert latent.dtype == torch.float32
-    np.testing.assert_allclose(latent, reference(batch)["latent"], rtol=1e-6, atol=1e-6)
-    mean = batch["mean"].float()
+    np.testing.assert_allclose(latent, reference(batch)[0], rtol=1e-6, atol=1e-6)
     unscaled = latents.unscale(latents.sample(mean, batch["logvar"], torch.zeros(SHAPE)))
     torch.testing.assert_close(unscaled, mean, rtol=1e-6, atol=1e-6)
 
 
-def test_one_step_with_the_true_velocity_from_1_to_0_gives_the_data():
-    """x + (0 - 1) * velocity, starting at the noise. The true velocity has no loss."""
-    batch = batch_of()
-    velocity = latents.pack(batch["noise"] - latents.sample(batch["mean"], batch["logvar"], batch["latent_eps"]))
-    assert torch.equal(flow.losses(Stub(velocity), batch, torch.float32), torch.zeros(3))
-    stepped = latents.unpack(latents.pack(batch["noise"]) + (0.0 - 1.0) * velocity, 4, 6)
-    np.testing.assert_allclose(stepped, reference(batch)["latent"], rtol=1e-5, atol=1e-6)
-
-
 def test_pack_orders_tokens_and_features_and_unpack_inverts_it():
-    for shape in ((1, 1, 2, 2), (2, 3, 4, 6), (1, 2, 10, 2), (1, 16, 32, 32)):
+    for shape in ((2, 3, 4, 6), (1, 2, 10, 2)):
         image = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
         packed = latents.pack(torch.from_numpy(image))
         np.testing.assert_array_equal(packed, pack_by_loops(image))
