@@ -16,7 +16,7 @@ import torch
 from conftest import called, micro_run, refusal, require_identical, trained
 from fp8_net import low
 from lively_nets import whole
-from precision_ranks import STEPS, fp8_config, fp8_linears, lively_state, steps, validated
+from precision_ranks import STEPS, fp8_config, lively_state, steps, validated
 from torch import Tensor, nn
 
 from flux_ref import checkpoint, config_file, sharding
@@ -62,26 +62,6 @@ def test_a_linear_and_its_gradients_are_close_to_fp64_without_torchs_own_product
         assert not bias or torch.equal(found[3], grad.flatten(0, -2).contiguous().sum(0))
 
 
-def test_neither_layouts_nor_delayed_scales_that_equal_the_dynamic_ones_change_a_bit():
-    """sm89 wants row times column, sm100 takes all."""
-    x = randn(32, 96)
-    grad = randn(32, 64)
-    results = []
-    for arch, is_delayed in (("sm89", False), ("sm100", False), ("cpu", True)):
-        torch.manual_seed(1)
-        linear = low(nn.Linear(96, 64), "fp8_delayed", arch)
-        for memory, tensor, largest in ((linear.of_input, x, 448), (linear.of_grad, grad, 57344)):
-            memory.scales[0].copy_(largest / tensor.abs().max().float())
-            memory.scales[1].copy_(1 / memory.scales[0])
-        if not is_delayed:
-            linear.of_input = linear.of_input._replace(scales=None)
-            linear.of_grad = linear.of_grad._replace(scales=None)
-        results.append([*passed(linear, x, grad), linear.of_input.amax.max(), linear.of_grad.amax])
-    for result in results:
-        assert all(map(torch.equal, result, results[0]))
-        assert result[-2] == x.abs().max() and torch.equal(result[-1], grad.abs().amax(0).float())
-
-
 def test_a_history_keeps_the_newest_magnitudes_and_sets_the_next_scale(world, monkeypatch):
     """The largest of a step's micro-batches counts; 0 and infinity leave history and scale as they were."""
     cfg = fp8_net.config("fp8_delayed", history=2, dynamic_steps=1)
@@ -105,33 +85,37 @@ def test_a_history_keeps_the_newest_magnitudes_and_sets_the_next_scale(world, mo
             linear(ones * factor).sum().backward()
         scales = [taken[0], taken[len(taken) // 2]]  # of the input of each micro-batch
         histories.append(state.history[0].tolist())
+        assert set(state.history[1].tolist()) <= {0.0, 1.0}, "of the gradient"
         assert scales == [448 / (max(histories[step]) if step else factor) for factor in pair], step
         state.remember_magnitudes()
         linear.weight.data.mul_(2)
     assert histories == [[0, 0], [2, 0], [8, 2], [1, 8], [1, 8], [1, 8]]
 
 
-def test_a_block_in_parts_gives_the_bits_of_the_plain_one():
-    """Inputs and gradients in parts, with the largest magnitude in any part, dynamic and delayed, all layouts."""
+def test_a_block_in_parts_gives_the_bits_of_the_plain_one_in_every_layout():
+    """Inputs and gradients in parts, with the largest magnitude in any part, dynamic and delayed."""
     model = ModelConfig(hidden=64, heads=2, rope_axes=(16, 8, 8))
-    for case in product((*product(ARCHS, ("fp8", "fp8_delayed")), ("cpu", "mxfp8")), range(3)):
-        (arch, preset), seed = case
-        found = []
-        for kind in (lambda block: block, PartsBlock):
-            torch.manual_seed(seed)
-            block = SingleBlock(model).bfloat16()
-            block.linear1, block.linear2 = (low(one, preset, arch) for one in (block.linear1, block.linear2))
-            names = [name for name, _ in block.named_parameters()]
-            block = kind(block)
-            x, vec, rope = randn(2, 16, 64, seed=seed), randn(2, 64, seed=3), torch.randn(16, 16, 2)
-            leaves = [(x * torch.arange(1, 65).roll(seed * 40)).requires_grad_(), vec.requires_grad_()]
-            out = block(*leaves, rope)
-            out.backward(randn(2, 16, 64, seed=seed + 5))
-            assert [name for name, _ in block.named_parameters()] == names
-            found.append([out, *(leaf.grad for leaf in leaves), *(one.grad for one in block.parameters())])
-            for linear in (block.linear1, block.linear2) if preset == "fp8_delayed" else ():
-                found[-1] += [linear.of_grad.amax, linear.of_input.amax.max()]
-        assert all(map(torch.equal, *found)), case
+
+    def computed(kind: type, arch: str, preset: str, seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        block = SingleBlock(model).bfloat16()
+        linears = [low(one, preset, arch) for one in (block.linear1, block.linear2)]
+        block.linear1, block.linear2 = linears
+        leaves = [(randn(2, 16, 64) * torch.arange(1, 65).roll(seed * 40)).requires_grad_(), randn(2, 64, seed=3)]
+        block = PartsBlock(block) if kind is PartsBlock else block
+        out = block(*leaves, torch.ones(16, 16, 2))
+        out.backward(randn(2, 16, 64, seed=seed + 5))
+        named = dict(block.named_parameters())
+        assert list(named) == list(dict(SingleBlock(model).named_parameters()))
+        amaxes = [amax for one in linears if one.of_grad.scales for amax in (one.of_grad.amax, one.of_input.amax.max())]
+        return [out, leaves[0].grad, *(one.grad for one in named.values()), *amaxes]
+
+    for preset, seed in product(("fp8", "fp8_delayed"), range(3)):
+        plain = computed(SingleBlock, "sm89", preset, seed)
+        for arch in ("sm89", "sm100"):
+            assert all(map(torch.equal, computed(PartsBlock, arch, preset, seed), plain)), (arch, preset, seed)
+    for case in (("gfx942", "fp8_delayed", 1), ("cpu", "mxfp8", 1)):
+        assert all(map(torch.equal, computed(PartsBlock, *case), computed(SingleBlock, *case))), case
 
 
 def test_every_device_with_fp8_has_its_formats_and_layouts(monkeypatch):
@@ -161,8 +145,7 @@ def test_the_token_linears_of_schnell_and_nothing_else():
     assert {name for name, module in net.named_modules() if isinstance(module, PolicyLinear)} == layers(
         cfg.model
     ).keys()
-    names_and_shapes = [(name, tuple(parameter.shape)) for name, parameter in net.named_parameters()]
-    assert names_and_shapes == list(parameter_table(cfg.model).items()), "names, shapes and order are BFL's"
+    assert [name for name, _ in net.named_parameters()] == list(parameter_table(cfg.model)), "names and order are BFL's"
 
 
 def test_recomputing_a_block_changes_no_bit(world):
@@ -203,15 +186,11 @@ def test_infinity_that_a_remembered_scale_hides_stops_the_step(world):
     state = lively_state(cfg, world)
     norms = []
     steps(state, cfg, world, count=1, norms=norms)
-    amaxes = state.arithmetic.history[0::2, 0].clone()  # of inputs
     assert all(inverse == 1 / scale for scale, inverse in state.arithmetic.scales)
-    linear = next(iter(fp8_linears(state.net).values()))
+    linear = state.arithmetic.linears[0]
     linear.register_forward_pre_hook(lambda _, args: (args[0].index_fill(-1, torch.tensor([0]), math.inf),))
     steps(state, cfg, world, count=2, norms=norms)
     assert [math.isfinite(norm) for norm in norms] == [True, False, False]
-    other = lively_state(fp8_config(), world)
-    steps(other, fp8_config(), world, count=1)
-    torch.testing.assert_close(amaxes, other.arithmetic.history[0::2, 0], rtol=0.02, atol=0)
 
 
 def test_a_warm_up_and_a_validation_leave_no_trace(world):
@@ -262,9 +241,8 @@ def test_weights_gathered_in_fp8_give_the_same_bits_with_fewer_bytes(measured, s
     """A gather moves 1 byte for a converted weight and 2 for any other."""
     found = measured[3]["fp8"]["gathers"] if size == 3 else measured[4]["fp8 gathers"]
     assert len(found) == size - 2
-    for name, (same, (few, many), codes) in found.items():
+    for name, (same, (few, many)) in found.items():
         assert all(same) and len(same) == size, name
-        assert all(map(all, codes)) and len(codes[0]) == 22, name
         assert many / 2 < few < 0.75 * many, (name, few, many)
 
 

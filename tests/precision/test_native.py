@@ -78,8 +78,8 @@ def seen(monkeypatch) -> list:
 def tensors() -> tuple[Tensor, Tensor]:
     """(M, K) and (N, K), with blocks of 1e-12 to 1e4, zeros of both signs, and blocks of zeros."""
     generator = torch.Generator().manual_seed(3)
-    spread = torch.exp2(torch.randint(-40, 13, ((M + N) // 32, 1, K // 32, 1), generator=generator).float())
-    x = (torch.randn((M + N) // 32, 32, K // 32, 32, generator=generator) * spread).flatten(2).flatten(0, 1)
+    spread = torch.exp2(torch.randint(-40, 13, (M + N, K // 16), generator=generator).float())
+    x = torch.randn(M + N, K, generator=generator) * spread.repeat_interleave(16, 1)
     x[:32, :64] = 0.0
     x[40, 70] = -0.0
     return x[:M], x[M:]
@@ -138,11 +138,6 @@ def test_torch_takes_the_calls_also_of_the_least_sizes_and_refuses_wrong_ones(se
 
 
 def test_sides_and_sizes_decide_what_is_native_and_a_run_says_so(monkeypatch):
-    assert {(name, sides) for arch, name, sides in PAIRS if arch == "sm100"} == {
-        (f"blackwell {base}", (base + left, base + right))
-        for base, kinds in (("mxfp8", ("",)), ("mxfp4", ("", "_2d")), ("nvfp4", ("", "_2d")))
-        for left, right in product(kinds, repeat=2)
-    }
     narrow = {"model__hidden": 96, "model__heads": 3, "model__rope_axes": (16, 8, 8)}
     for arch, preset, values, want in (
         ("sm100", "mxfp8", {}, "684 blackwell mxfp8"),
@@ -169,21 +164,6 @@ def test_a_tracer_sees_sizes_and_operations(seen):
         arguments = (*blocks.operand(kernel, *x), *blocks.operand(kernel, *w), name)
         checks = torch.library.opcheck(blocks._device_mm, arguments, test_utils=("test_schema", "test_faketensor"))
         assert set(checks.values()) == {"SUCCESS"}
-
-
-@pytest.mark.slow
-def test_a_compiler_keeps_bits_and_layouts(seen):
-    """A side that is turned, as in backward: its codes still lie row by row."""
-    x, w = tensors()
-    x = x.t().contiguous().bfloat16().t()
-
-    def multiply(x: Tensor) -> Tensor:
-        return multiplied("blackwell nvfp4", ("nvfp4", "nvfp4"), x, w)
-
-    torch._dynamo.reset()
-    results = [multiply(x), torch.compile(multiply, fullgraph=True, dynamic=False)(x)]
-    torch._dynamo.reset()
-    assert torch.equal(*results) and torch.equal(seen[0][1], seen[1][1])
 
 
 @pytest.mark.gpu

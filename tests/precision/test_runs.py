@@ -5,13 +5,11 @@ from pathlib import Path
 import pytest
 from conftest import require_identical
 from lively_nets import whole
-from precision_ranks import ROWS, fp8_config, lively_state, rounding, saved_after_two, saved_now, steps
+from precision_ranks import ROWS, fp8_config, lively_state, rounding, saved_now, steps
 from torch import Tensor
 
 from flux_ref import checkpoint, config_file
 from flux_ref.checkpoint import load
-from flux_ref.config import Config
-from flux_ref.ranks import World
 from flux_ref.step_runner import State
 
 
@@ -31,55 +29,31 @@ def everything(state: State) -> dict[str, Tensor]:
     return whole(state.net) | {"history": state.arithmetic.history, "moment": state.opt.moments()["exp_avg"][0]}
 
 
-def test_a_run_that_stops_before_at_or_after_its_switches_goes_on_bit_for_bit(world, tmp_path):
-    """NVFP4 for four steps, delayed FP8 for two, then bf16. The state that goes on has taken other steps before."""
+@pytest.mark.parametrize("preset", ["fp8", "nvfp4"])
+def test_a_run_that_stops_before_at_or_after_its_switches_goes_on_bit_for_bit(world, tmp_path, preset):
+    """Also from the checkpoint of a run that did not know of them. The state that goes on has taken other steps."""
     switch = ((4 * ROWS, "fp8_delayed"), (6 * ROWS, "bf16"))
-    own = {"precision__preset": "nvfp4", "precision__switch": switch, "precision__dynamic_steps": 1}
-    cfg = fp8_config(run__dir=str(tmp_path), checkpoint__keep=3, train__max_samples=9 * ROWS, **own)
-    state = lively_state(cfg, world)
+    own = {"precision__preset": preset, "precision__dynamic_steps": 1, "train__max_samples": 9 * ROWS}
+    never = fp8_config(run__dir=str(tmp_path / "never"), **own)
+    cfg = config_file.replace(never, run__dir=str(tmp_path / "run"), precision__switch=switch)
+    runs = {}
+    for one, saves in ((never, [2]), (cfg, [2, 4, 5])):
+        state = lively_state(one, world)
+        losses = []
+        for step in range(1, 9):
+            losses += steps(state, one, world, count=1)
+            if step in saves:
+                saved_now(state, one, world)
+        runs[one] = losses, everything(state)
     precision = state.arithmetic
     assert precision.phases == (0, 4, 5, 6), "no phase lies beyond its stage"
-    assert [precision.stage(step).preset for step in (0, 3, 4, 9)] == ["nvfp4", "nvfp4", "fp8_delayed", "bf16"]
-    losses = []
-    ways = []
-    for step in range(1, 9):
-        ways.append({(linear.way, bool(linear.of_input.scales)) for linear in precision.linears})
-        losses += steps(state, cfg, world, count=1)
-        if step in (2, 4, 5):
-            saved_now(state, cfg, world)
-    plain = ("plain", False)  # the last block under NVFP4, and all blocks at the end
-    assert ways == [{("blocks", False), plain}] * 4 + [{("tensor", False)}, {("tensor", True)}] + [{plain}] * 2
-    for path, step in zip(checkpoint.list_checkpoints(tmp_path), (2, 4, 5), strict=True):
-        other = lively_state(cfg, world)
-        steps(other, cfg, world, count=8 - step)
+    assert [precision.stage(step).preset for step in (0, 3, 4, 9)] == [preset, preset, "fp8_delayed", "bf16"]
+    assert runs[never][0][:4] == runs[cfg][0][:4] and runs[never][0][4:] != runs[cfg][0][4:]
+    saved = {one: checkpoint.list_checkpoints(Path(one.run.dir)) for one in runs}
+    for one, path in ((never, saved[cfg][0]), (cfg, saved[never][0]), *((cfg, path) for path in saved[cfg])):
+        other = lively_state(one, world)
+        steps(other, one, world, count=3)
         load(path, other)
-        assert steps(other, cfg, world, count=8 - step) == losses[step:], step
-        require_identical(everything(other), everything(state))
-    never = config_file.replace(cfg, precision__switch=())
-    assert steps(lively_state(never, world), never, world, count=8)[5:] != losses[5:]
-
-
-def gone_on(world: World, run: str, cfg: Config) -> tuple[list[float], dict[str, Tensor]]:
-    """What a state that has taken other steps computes from the checkpoint of a run on."""
-    state = lively_state(cfg, world)
-    steps(state, cfg, world, count=2)
-    (path,) = checkpoint.list_checkpoints(Path(run))
-    load(path, state)
-    return steps(state, cfg, world, count=5), everything(state)
-
-
-@pytest.mark.parametrize(("before", "after"), [("fp8", "fp8_delayed"), ("fp8_delayed", "nvfp4")])
-def test_a_run_that_gets_or_loses_a_later_switch_is_the_run_that_always_was_so(world, tmp_path, before, after):
-    """Saved after two steps, switched after four; delayed scales begin two steps later. Seven steps in all."""
-    own = {"precision__preset": before, "precision__dynamic_steps": 2, "precision__history": 9}
-    never = fp8_config(**own, train__max_samples=9 * ROWS, run__dir=str(tmp_path / "never"))
-    always = config_file.replace(never, run__dir=str(tmp_path / "always"), precision__switch=((4 * ROWS, after),))
-    results = {}
-    for cfg in (never, always):
-        state = saved_after_two(cfg, world)
-        results[cfg] = steps(state, cfg, world, count=5), everything(state)
-    assert results[never][0][2:] != results[always][0][2:]
-    for mine, other in ((always, never), (never, always)):
-        losses, left = gone_on(world, other.run.dir, mine)
-        assert losses == results[mine][0]
-        require_identical(left, results[mine][1])
+        losses, left = runs[one]
+        assert steps(other, one, world, count=8 - (begin := other.step)) == losses[begin:], path
+        require_identical(everything(other), left)
