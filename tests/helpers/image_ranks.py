@@ -1,4 +1,4 @@
-"""`python -m tools.prepare` with a small autoencoder, on each rank."""
+"""`python -m tools.prepare images` with a small autoencoder and small parts, on each rank."""
 
 import sys
 
@@ -6,11 +6,12 @@ from small_encoders import CHANNELS
 
 from flux_ref.errors import leave
 from flux_ref.pictures import encoders
-from tools.prepare import commands
+from tools.prepare import commands, images
 
 
 def main(*argv: str) -> int:
     encoders.VAE["block_out_channels"] = CHANNELS
+    images.PER_PART = 5
     return commands.main(list(argv))
 
 

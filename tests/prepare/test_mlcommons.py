@@ -21,6 +21,7 @@ from shard_damage import LAYOUT, opened
 from flux_ref import shards
 from flux_ref.shards import MEMBERS
 from tools.prepare import commands as prepare
+from tools.prepare import mlcommons
 
 pa = pytest.importorskip("pyarrow")
 from arrow_files import ENCODINGS, Row, schema, write_arrow  # noqa: E402  (it needs pyarrow)
@@ -71,9 +72,14 @@ def output(tmp_path) -> Path:
     return tmp_path / "output"
 
 
-def command(source: Path, output: Path, split: str = "train", *more: str) -> list[str]:
-    options = {"input": source, "output": output, "split": split, "per-shard": PER_SHARD, "config": MICRO}
-    return ["mlcommons", *(f"--{name}={value}" for name, value in options.items()), *more]
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch) -> None:
+    monkeypatch.setattr(mlcommons, "PER_SHARD", PER_SHARD)
+
+
+def command(source: Path, output: Path, split: str = "train") -> list[str]:
+    options = {"input": source, "output": output, "split": split, "config": MICRO}
+    return ["mlcommons", *(f"--{name}={value}" for name, value in options.items())]
 
 
 def convert(*args: object) -> None:
@@ -111,17 +117,15 @@ def require_converted(output: Path, want: list[Row], split="train") -> None:
 def test_both_splits_arrive_byte_for_byte_and_the_source_is_left_alone(train, val, output, capsys):
     before = contents(train.parent)
     want = shards.read_empty(train.with_name("empty_encodings"), LAYOUT)
-    for workers in (1, 3):
-        folder = output / str(workers)
-        convert(train, folder, "train", f"--workers={workers}")
-        out, err = capsys.readouterr()
-        assert f"{folder}/train: {COUNT} samples" in out and f"{COUNT}/{COUNT}" in err and "samples/s" in err
-        convert(val, folder, "val", f"--workers={workers}")
-        require_converted(folder, rows())
-        require_converted(folder, rows(16, "val"), "val")
-        assert sorted(path.name for path in folder.iterdir()) == ["empty_encodings", "train", "val"]
+    convert(train, output)
+    out, err = capsys.readouterr()
+    assert f"{output}/train: {COUNT} samples" in out and f"{COUNT}/{COUNT}" in err and "samples/s" in err
+    convert(val, output, "val")
+    require_converted(output, rows())
+    require_converted(output, rows(16, "val"), "val")
+    assert sorted(path.name for path in output.iterdir()) == ["empty_encodings", "train", "val"]
     for member in ("t5", "clip"):
-        found = np.load(folder / "empty_encodings" / f"{member}_empty.npy")
+        found = np.load(output / "empty_encodings" / f"{member}_empty.npy")
         assert found.dtype == np.uint16 and np.array_equal(found, want[member])
     assert contents(train.parent) == before
 
@@ -183,15 +187,15 @@ def test_an_error_or_ctrl_c_amid_a_shard_is_one_line_and_only_missing_shards_are
     interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
     for key, strike, code in (("train_00000009", interrupt, 130), ("train_00000021", no_space, 3)):
         with struck(key, strike):
-            assert prepare.main(command(train, output, "train", "--workers=2")) == code
+            assert prepare.main(command(train, output)) == code
         assert ("No space left" in the_line(capsys.readouterr().err, "prepare")) == (code == 3)
         assert not (output / "train").exists() and not list(growing.glob(".*"))
     kept = {path.name: path.stat().st_mtime_ns for path in growing.iterdir()}
     assert 0 < len(kept) < 6
     (growing / ".shard_000000.tar.0.flux_ref_partial").write_bytes(b"x")  # as a kill leaves it
-    assert "was begun from another input or with other options; remove it" in refused(
-        train, output, "train", "--per-shard=5"
-    )
+    write_arrow(train / SECOND, rows()[11:])
+    assert "was begun from another input or with other options; remove it" in refused(train, output)
+    write_arrow(train / SECOND, rows()[10:], (13,))
     convert(train, output)
     assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in (output / "train").iterdir()}.items()
     require_converted(output, rows())

@@ -63,10 +63,6 @@ def zeros(member: str, sign: bytes) -> Callable[[Path], None]:
     return lambda root: overwrite(root / TRAIN_0, position(member) + BLOCK + NPY_HEADER, content)
 
 
-def save_empty(array: np.ndarray) -> Callable[[Path], None]:
-    return lambda root: np.save(root / "empty_encodings/t5_empty.npy", array)
-
-
 FAST = [  # what a look at names, sizes, first and last samples finds
     (lambda r: (r / TRAIN_0).write_bytes(b""), f"{TRAIN_0} (0 bytes) is truncated"),
     (lambda r: overwrite(r / TRAIN_0, 3 * LAYOUT.stride, b"x"), f"{TRAIN_0} has no end marker after 3 samples"),
@@ -75,7 +71,7 @@ FAST = [  # what a look at names, sizes, first and last samples finds
     (lambda r: [path.unlink() for path in r.glob("train/*")], "train holds no *.tar shard"),
     (lambda r: shutil.copy(r / TRAIN_1, r / "train/shard_000003.tar"), "its key train_00000003 is that of"),
     (lambda r: (r / "empty_encodings/clip_empty.npy").unlink(), "clip_empty.npy: [Errno 2] No such file"),
-    (save_empty(np.zeros((9, 28), np.float32)), "t5_empty.npy: t5 is all zeros"),
+    (lambda r: (r / "empty_encodings/t5_empty.npy").write_bytes(b""), "t5_empty.npy: "),
 ]
 SLOW = [
     (value("t5", NAN), f"{TRAIN_0}, sample 1: t5 holds NaN or infinite values"),
@@ -109,13 +105,9 @@ def test_damage_is_found_and_named_and_nothing_is_written(root, run):
 
 def test_a_whole_set_passes_with_its_numbers_alone_and_beside_the_empty_encodings(root, run, tmp_path, micro):
     for folder in (root, root / "val", root / "train"):
-        for workers in ("1", "3"):
-            code, said = run(folder, "--workers", workers)
-            assert code == 0 and "PASS in " in said, said
-    assert run(root)[1].splitlines()[:2] == [
-        "train: 8 samples in 3 shards",
-        f"val: 16 samples in 6 shards; timesteps 0 to 7: {[2] * 8}",
-    ]
+        code, said = run(folder)
+        assert code == 0 and "PASS in " in said, said
+    assert run(root)[1].splitlines()[:2] == ["train: 8 samples in 3 shards", "val: 16 samples in 6 shards"]
     for count, code in (("8", 0), ("9", 1)):
         (tmp_path / "count.toml").write_text(Path(micro).read_text() + f"\ndata.train_count = {count}")
         assert run(root, f"--config={tmp_path}/count.toml")[0] == code

@@ -21,6 +21,8 @@ from flux_ref.shards import NPY_HEADER, PER_SHARD, Layout
 from tools.prepare import job
 
 COLUMNS = {"t5": "t5_encodings", "clip": "clip_encodings", "mean": "mean", "logvar": "logvar"}  # of each member
+Row = tuple[dict[str, memoryview], int | None]
+THREADS = 2  # a disk serves no more writers better
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -51,7 +53,7 @@ def read_table(path: Path):
     return table
 
 
-def read_row(table, row: int, split: str, layout: Layout, path: Path) -> tuple[dict[str, memoryview], int | None]:
+def read_row(table, row: int, split: str, layout: Layout, path: Path) -> Row:
     """(the .npy files of a row, not copied; its timestep: 0 to 7 for val, None for train). Raises: Refusal."""
     where = f"{path}, row {row}"
     timestep = table["timestep"][row].as_py() if "timestep" in table.column_names else None
@@ -75,9 +77,7 @@ def read_row(table, row: int, split: str, layout: Layout, path: Path) -> tuple[d
     return blobs, timestep
 
 
-def read_rows(
-    counts: dict[Path, int], wanted: range, split: str, layout: Layout
-) -> Iterator[tuple[dict[str, memoryview], int | None]]:
+def read_rows(counts: dict[Path, int], wanted: range, split: str, layout: Layout) -> Iterator[Row]:
     """`read_row` of each wanted sample, across files. counts: the rows of each file. Raises: Refusal."""
     first = 0
     for path, count in counts.items():
@@ -93,8 +93,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input", type=Path, required=True, help="folder of data-*.arrow, beside empty_encodings")
     add("--output", type=Path, required=True, help="folder in which to make SPLIT and empty_encodings")
     add("--split", choices=("train", "val"), required=True)
-    add("--per-shard", type=job.number, default=PER_SHARD, metavar="N", help="samples (%(default)s)")
-    add("--workers", type=job.number, default=2, metavar="N", help="threads (%(default)s)")
     add("--config", metavar="FILE", help="expect the sizes of this config's model (FLUX.1-schnell's)")
 
 
@@ -116,25 +114,26 @@ def run(args: argparse.Namespace) -> int:
     if not (args.output / source.name).exists() and (split == "train" or source.exists()):
         empty = shards.read_empty(source, layout)
 
-    listed = [[path.name, path.stat().st_size, counts[path]] for path in counts]
-    made_from = {"split": split, "per_shard": args.per_shard, "shapes": layout.shapes, "files": listed}
+    listed = [[path.name, path.stat().st_size, rows] for path, rows in counts.items()]
+    made_from = {"split": split, "per_shard": PER_SHARD, "shapes": layout.shapes, "files": listed}
     with job.growing(final, made_from) as folder:
         if empty:
             shards.write_empty(args.output / source.name, empty)
         wanted = {}
-        for number, first in enumerate(range(0, count, args.per_shard)):
+        for number, first in enumerate(range(0, count, PER_SHARD)):
             path = shards.shard_path(folder / "set", number)
             if not path.exists():
-                wanted[path] = range(first, min(first + args.per_shard, count))
+                wanted[path] = range(first, min(first + PER_SHARD, count))
         done = count - sum(map(len, wanted.values()))
         with progress(total=count, initial=done, desc=f"converting {split}", unit=" samples") as bar:
 
             def write_shard(path: Path, advance: job.Advance) -> None:
                 with shards.new_shard(path) as file:
-                    for index, row in zip(wanted[path], read_rows(counts, wanted[path], split, layout)):
-                        shards.add(file, shards.key_of(split, index), *row)
+                    found = read_rows(counts, wanted[path], split, layout)
+                    for index, (blobs, timestep) in zip(wanted[path], found):
+                        shards.add(file, shards.key_of(split, index), blobs, timestep)
                         advance(1)
 
-            job.each(write_shard, wanted, args.workers, bar)
+            job.each(write_shard, wanted, THREADS, bar)
     print(f"{final}: {count:,} samples")
     return 0

@@ -1,4 +1,4 @@
-"""Checking a data set before a job relies on it.   python -m tools.prepare verify DIR [--fast] [--workers K] ...
+"""Checking a data set before a job relies on it.   python -m tools.prepare verify DIR [--fast] [--config FILE]
 
 DIR holds shards of the layout in shards.py, or train/ and val/ with such shards. Every sample is read by the reader of
 training; its values must be plausible. Then come the numbers of samples, repeated keys, missing shards and the
@@ -11,6 +11,7 @@ import functools
 import os
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -25,6 +26,7 @@ from flux_ref.shards import MEMBERS, BadSample, Layout, Meta, Shard
 from tools.prepare import job
 
 SHOWN = 20  # problems
+THREADS = min(8, os.cpu_count() or 1)
 # Far beyond real data, yet random bf16 are sure to leave these ranges. T5's outputs lie in -7 .. 3 (black-forest-labs/
 # flux issue 472), CLIP's in the tens; a latent's standard deviation is 1 / latents.SCALE = 2.8. Diffusers clamps logvar
 # to -30 .. 20, BFL's autoencoder does not.
@@ -72,55 +74,35 @@ def implausible(name: str, bits: np.ndarray) -> str:
     return "" if values.any() else f"{name} is all zeros"
 
 
-def find_shards(folder: Path, problems: list[str]) -> list[Path]:
-    """The shards of a folder. Their numbers must run from 0."""
+def find_shards(folder: Path) -> tuple[list[Path], list[str]]:
+    """The shards of a folder, and what is wrong: their numbers must run from 0."""
     try:
         paths = shards.paths_of(folder, "")
     except Refusal as error:
-        problems.append(str(error))
-        return []
+        return [], [str(error)]
     for number, path in enumerate(paths):
         found = re.search(r"([0-9]+)\.tar$", path.name)
         if found and int(found[1]) != number:
-            problems.append(f"{folder}: shard {number} is missing, {path.name} comes in its place")
-            break
-    return paths
+            return paths, [f"{folder}: shard {number} is missing, {path.name} comes in its place"]
+    return paths, []
 
 
-def look_at_all(split: str, folder: Path, reports: list[Report], wanted: int, problems: list[str]) -> str:
-    """The line about a split, after a look at its keys, timesteps and number of samples."""
-    seen = list(chain.from_iterable(report.seen for report in reports))
+def same_keys(seen: list[tuple[Meta, str]]) -> Iterator[str]:
+    """A problem for each sample whose key an earlier one has."""
     places: dict[str, str] = {}
     for meta, where in seen:
-        if (other := places.setdefault(meta.key, where)) != where:
-            problems.append(f"{where}: its key {meta.key} is that of {other}, too")
-    samples = sum(report.samples for report in reports)
-    if wanted not in (0, samples):
-        problems.append(f"{folder} holds {samples:,} samples, want {wanted:,}")
-    line = f"{split}: {samples:,} samples in {len(reports)} shards"
-    if split == "train" or len(seen) < samples:
-        return line
+        other = places.setdefault(meta.key, where)
+        if other != where:
+            yield f"{where}: its key {meta.key} is that of {other}, too"
+
+
+def unequal_turns(folder: Path, seen: list[tuple[Meta, str]]) -> Iterator[str]:
+    """A problem if validation has not each timestep equally often, give or take one."""
     found = [meta.timestep for meta, _ in seen]
     turns = [found.count(k) for k in range(TIMESTEPS)]
-    if sum(turns) < samples or max(turns) > min(turns) + 1:
-        others = samples - sum(turns)
-        problems.append(
-            f"{folder}: want timesteps 0 to {TIMESTEPS - 1} equally often, found {turns} and {others} others"
-        )
-    return f"{line}; timesteps 0 to {TIMESTEPS - 1}: {turns}"
-
-
-def check_empty(root: Path, layout: Layout, problems: list[str]) -> None:
-    """Look at the encodings of the empty caption, in a folder or beside it."""
-    folder = root / "empty_encodings"
-    if not folder.is_dir():
-        folder = root.resolve().parent / "empty_encodings"
-    try:
-        for name, bits in shards.read_empty(folder, layout).items():
-            if what := implausible(name, bits):
-                problems.append(f"{folder}/{name}_empty.npy: {what}")
-    except Refusal as error:
-        problems.append(str(error))
+    others = len(found) - sum(turns)
+    if others or max(turns) > min(turns) + 1:
+        yield f"{folder}: want timesteps 0 to {TIMESTEPS - 1} equally often, found {turns} and {others} others"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,8 +110,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("dir", type=Path, metavar="DIR", help="folder of *.tar shards, or of train/, val/ and empty_encodings/")
     add("--config", metavar="FILE", help="expect this config's sizes and numbers of samples (FLUX.1-schnell's)")
     add("--fast", action="store_true", help="read only names, sizes and the first and last sample of each shard")
-    workers = min(8, os.cpu_count() or 1)
-    add("--workers", type=job.number, default=workers, metavar="K", help="threads (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -139,21 +119,32 @@ def run(args: argparse.Namespace) -> int:
         raise Refusal(f"{args.dir} is no folder")
     cfg = job.config(args.config)
     layout = shards.layout(cfg.model)
-    folders = {name: args.dir / name for name in ("train", "val") if (args.dir / name).is_dir()}
+    wanted = {"train": cfg.data.train_count, "val": cfg.data.val_count}
+    folders = {name: args.dir / name for name in wanted if (args.dir / name).is_dir()}
     folders = folders or {"val" if args.dir.resolve().name == "val" else "train": args.dir}
-
-    problems: list[str] = []
-    paths = {split: find_shards(folder, problems) for split, folder in folders.items()}
-    total = sum(path.stat().st_size for path in chain(*paths.values()))
     task = functools.partial(look, fast=args.fast, layout=layout)
+    problems = []
     lines = []
-    with progress(total=total, desc="verifying", unit="B", unit_scale=True, leave=False, disable=args.fast) as bar:
-        for split, folder in folders.items():
-            reports = job.each(task, paths[split], args.workers, bar)
-            problems += chain.from_iterable(report.problems for report in reports)
-            wanted = cfg.data.train_count if split == "train" else cfg.data.val_count
-            lines.append(look_at_all(split, folder, reports, wanted, problems))
-    check_empty(args.dir, layout, problems)
+    for split, folder in folders.items():
+        paths, wrong = find_shards(folder)
+        problems += wrong
+        size = sum(path.stat().st_size for path in paths)
+        with progress(total=size, desc=split, unit="B", unit_scale=True, leave=False, disable=args.fast) as bar:
+            reports = job.each(task, paths, THREADS, bar)
+        problems += chain.from_iterable(report.problems for report in reports)
+        seen = list(chain.from_iterable(report.seen for report in reports))
+        samples = sum(report.samples for report in reports)
+        if wanted[split] not in (0, samples):
+            problems.append(f"{folder} holds {samples:,} samples, want {wanted[split]:,}")
+        problems += same_keys(seen)
+        if split == "val" and len(seen) == samples:
+            problems += unequal_turns(folder, seen)
+        lines.append(f"{split}: {samples:,} samples in {len(paths)} shards")
+    empty = args.dir / "empty_encodings"
+    try:
+        shards.read_empty(empty if empty.is_dir() else args.dir.resolve().parent / empty.name, layout)
+    except Refusal as error:
+        problems.append(str(error))
 
     for problem in problems[:SHOWN]:
         print(printable(problem))
