@@ -129,10 +129,12 @@ def rank_slice(cfg: Config, step: int, rank: int, size: int) -> range:
 class SampleSet:
     """The samples of data.train or data.val that one rank reads. A row's item is (epoch or evaluation, sample)."""
 
-    def __init__(self, cfg: Config, split: str, rows: int, rank: int, size: int, pin: bool):
-        """Look at the sizes of the shards alone. rows: of a batch. Raises: Refusal."""
+    split: str
+
+    def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
+        """Look at the sizes of the shards alone. Raises: Refusal."""
+        split = self.split
         self.cfg = cfg
-        self.split = split
         self.rank = rank
         self.size = size
         folder = getattr(cfg.data, split)
@@ -143,6 +145,7 @@ class SampleSet:
                 f"{folder} holds {len(self.shards)} samples, data.{split}_count={wanted} asks for {wanted}; set it to"
                 f" {len(self.shards)} or to 0 for any number, or make the set again (remove a set of drawings)"
             )
+        rows = rank_batch(cfg, size) if split == "train" else cfg.eval.batch
         # One is in use while data.prefetch are filled.
         self.buffers = [HostBatch(cfg.model, rows, pin) for _ in range(cfg.data.prefetch + 1)]
 
@@ -179,17 +182,16 @@ class SampleSet:
 class TrainSet(SampleSet):
     """The training samples of one rank, in the order of the run. A feed starts at that many samples and has no end."""
 
-    def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
-        super().__init__(cfg, "train", rank_batch(cfg, size), rank, size, pin)
-        train = cfg.train
-        self.times = rng.TimeDistribution(
-            train.timestep, train.timestep_mean, train.timestep_width, train.timestep_shift
-        )
+    split = "train"
 
     def open(self) -> None:
         """Read the first bytes, those of the empty caption included. Raises: Refusal."""
         super().open()
         self.empty = shards.read_empty(empty_dir(self.cfg), self.shards.layout)
+        train = self.cfg.train
+        self.times = rng.TimeDistribution(
+            train.timestep, train.timestep_mean, train.timestep_width, train.timestep_shift
+        )
 
     def _plan(self, start: int) -> Iterator[list[Item]]:
         """(epoch, sample) of each row. The order of an epoch is drawn once."""
@@ -224,8 +226,7 @@ class ValSet(SampleSet):
     A feed gives all batches of one evaluation. Its number names the noise, see rng.val_draw.
     """
 
-    def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
-        super().__init__(cfg, "val", cfg.eval.batch, rank, size, pin)
+    split = "val"
 
     def open(self) -> None:
         """Read the first bytes, and as many samples as it takes to see each timestep. Raises: Refusal, Fault."""

@@ -287,14 +287,19 @@ def new_shard(path: Path) -> Iterator[BinaryIO]:
         file.write(bytes(END_BYTES))  # no padding as tar's: the size then tells the number of samples
 
 
-def add(file: BinaryIO, key: str, blobs: Mapping[str, Buffer], timestep: int | None, caption: str = "") -> None:
-    """Append a sample to a new shard. blobs: the .npy file of each member. A caption is cut to fill a tar block."""
-    contents = {"json": _description(key, timestep, caption)} | {f"{name}.bytes": blobs[name] for name in MEMBERS}
-    for name, content in contents.items():
-        entry = tarfile.TarInfo(f"{key}.{name}")
-        entry.size = len(content)  # owner, mode and time stay fixed: the same samples give the same bytes
+def add(
+    file: BinaryIO, key: str, members: Mapping[str, np.ndarray], timestep: int | None = None, caption: str = ""
+) -> None:
+    """Append a sample to a new shard. members: bf16 bits as uint16. A caption is cut to fill a tar block."""
+    contents: dict[str, list[Buffer]] = {"json": [_description(key, timestep, caption)]}
+    for name in MEMBERS:
+        bits = np.ascontiguousarray(members[name], np.uint16)
+        contents[f"{name}.bytes"] = [npy_header(bits.shape), bits.data]
+    for name, parts in contents.items():
+        entry = tarfile.TarInfo(f"{key}.{name}")  # owner, mode and time stay fixed: the same samples, the same bytes
+        entry.size = sum(memoryview(part).nbytes for part in parts)
         # tarfile's own addfile would copy the content, and hold up other threads while a mapped file is read.
-        for part in (entry.tobuf(tarfile.USTAR_FORMAT), content, bytes(-len(content) % BLOCK)):
+        for part in (entry.tobuf(tarfile.USTAR_FORMAT), *parts, bytes(-entry.size % BLOCK)):
             file.write(part)
 
 
@@ -306,11 +311,6 @@ def _description(key: str, timestep: int | None, caption: str) -> bytes:
         if len(text) <= BLOCK:
             return text
     return json.dumps(said).encode()
-
-
-def npy_blob(bits: np.ndarray) -> bytes:
-    """bf16 bits in uint16 as a .npy file."""
-    return npy_header(bits.shape) + np.ascontiguousarray(bits, dtype=np.uint16).tobytes()
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -333,8 +333,7 @@ def write(folder: Path, samples: Iterable[Sample], prefix: str, per_shard: int =
     for first in samples:
         with new_shard(shard_path(folder, count // per_shard)) as file:
             for sample in chain([first], islice(samples, per_shard - 1)):
-                blobs = {name: npy_blob(sample.members[name]) for name in MEMBERS}
-                add(file, key_of(prefix, count), blobs, sample.timestep, sample.caption)
+                add(file, key_of(prefix, count), sample.members, sample.timestep, sample.caption)
                 count += 1
     return count
 

@@ -130,10 +130,10 @@ def failing(owner: object, name: str, at_call: int, error: BaseException) -> Ite
     function = getattr(owner, name)
     calls = itertools.count(1)
 
-    def fail(*given: object) -> object:
+    def fail(*given: object, **named: object) -> object:
         if next(calls) == at_call:
             raise error
-        return function(*given)
+        return function(*given, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, fail)

@@ -77,9 +77,9 @@ class Maker:
                     if split not in written:
                         path = shards.shard_path(_made(self.folder, split), number)
                         written[split] = stack.enter_context(shards.new_shard(path))
-                    blobs = {kind: shards.npy_blob(bits[i]) for kind, bits in members.items()}
+                    own = {kind: bits[i] for kind, bits in members.items()}
                     key = shards.key_of(f"{split}_{number:06d}", count)
-                    shards.add(written[split], key, blobs, None, captions[i])
+                    shards.add(written[split], key, own, caption=captions[i])
                     count += 1
         files.write_whole(_done(self.folder, number), "".join(rejected))
         return longer

@@ -13,6 +13,8 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from flux_ref import shards
 from flux_ref.errors import Refusal, one_line, package
 from flux_ref.progress import progress
@@ -21,7 +23,7 @@ from flux_ref.shards import NPY_HEADER, PER_SHARD, Layout
 from tools.prepare import job
 
 COLUMNS = {"t5": "t5_encodings", "clip": "clip_encodings", "mean": "mean", "logvar": "logvar"}  # of each member
-Row = tuple[dict[str, memoryview], int | None]
+Row = tuple[dict[str, np.ndarray], int | None]
 THREADS = 2  # a disk serves no more writers better
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -54,13 +56,13 @@ def read_table(path: Path):
 
 
 def read_row(table, row: int, split: str, layout: Layout, path: Path) -> Row:
-    """(the .npy files of a row, not copied; its timestep: 0 to 7 for val, None for train). Raises: Refusal."""
+    """(the bf16 bits in a row, not copied; its timestep: 0 to 7 for val, None for train). Raises: Refusal."""
     where = f"{path}, row {row}"
     timestep = table["timestep"][row].as_py() if "timestep" in table.column_names else None
     if timestep not in (range(TIMESTEPS) if split == "val" else [None]):
         want = f"0 to {TIMESTEPS - 1}" if split == "val" else "none"
         raise Refusal(f"{where}: timestep {timestep!r}, want {want}; is this the {split} split?")
-    blobs = {}
+    members = {}
     for member, column in COLUMNS.items():
         try:
             blob = memoryview(table[column][row].as_buffer() or b"")
@@ -73,8 +75,8 @@ def read_row(table, row: int, split: str, layout: Layout, path: Path) -> Row:
                 f"{where}: {column} ({len(blob)} bytes, {head.strip()!r}) is no .npy file of uint16"
                 f" {layout.shapes[member]} in C order; download it again, or give the --config of its model"
             )
-        blobs[member] = blob
-    return blobs, timestep
+        members[member] = np.frombuffer(blob, np.uint16, offset=NPY_HEADER).reshape(layout.shapes[member])
+    return members, timestep
 
 
 def read_rows(counts: dict[Path, int], wanted: range, split: str, layout: Layout) -> Iterator[Row]:
@@ -130,8 +132,8 @@ def run(args: argparse.Namespace) -> int:
             def write_shard(path: Path, advance: job.Advance) -> None:
                 with shards.new_shard(path) as file:
                     found = read_rows(counts, wanted[path], split, layout)
-                    for index, (blobs, timestep) in zip(wanted[path], found):
-                        shards.add(file, shards.key_of(split, index), blobs, timestep)
+                    for index, (members, timestep) in zip(wanted[path], found):
+                        shards.add(file, shards.key_of(split, index), members, timestep)
                         advance(1)
 
             job.each(write_shard, wanted, THREADS, bar)
