@@ -51,7 +51,7 @@ class Product:
 
 def products(model: ModelConfig, micro_batch: int) -> list[Product]:
     """The products of every linear layer of the blocks that sees tokens; modulation sees one vector and is left out."""
-    counts = Counter()
+    counts: Counter[tuple[str, str, int, int, int]] = Counter()
     for layer in layers(model).values():
         in_block = layer.name.split(".", 2)[2]
         counts.update((in_block, kind, *sizes) for kind, sizes in layer.sizes(micro_batch).items())
@@ -87,9 +87,11 @@ def fp8(product: Product, device: torch.device, kinds: tuple[torch.dtype, torch.
     forward = product.kind in ("forward", "square")
     left = random(m, k, device, kinds[0] if forward else kinds[1])
     right = random(n, k, device, kinds[0]).t()
-    scale, out = torch.ones((), device=device), torch.empty(m, n, device=device, dtype=torch.bfloat16)
-    options = {"scale_a": scale, "scale_b": scale, "out_dtype": torch.bfloat16, "use_fast_accum": forward, "out": out}
-    return lambda: torch._scaled_mm(left, right, **options)
+    scale = torch.ones((), device=device)
+    out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
+    return lambda: torch._scaled_mm(
+        left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=forward, out=out
+    )
 
 
 def random(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -130,7 +132,8 @@ def maker(cfg: Config, clock: Clock) -> Callable[[Product], Callable]:
 
 def timed(wanted: list[Product], make: Callable[[Product], Callable], clock: Clock) -> dict:
     """Milliseconds and rates of products alone and of all together. Layers of equal sizes are timed once."""
-    times, rows = {}, []
+    times: dict[tuple, float] = {}
+    rows = []
     for product in wanted:
         key = (product.kind, product.m, product.n, product.k)
         if key not in times:

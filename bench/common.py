@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from pprint import pformat
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -99,7 +100,8 @@ class Clock:
     """Labelled marks in time: device events on an accelerator, the host's clock on the CPU."""
 
     def __init__(self, device: torch.device):
-        self.device, self.marks = device, []
+        self.device = device
+        self.marks: list[tuple[str, Any]] = []  # label, and the host's seconds or the device's event
 
     def start(self) -> None:
         """Forget all marks. sync: the device is idle when this returns."""
@@ -120,7 +122,8 @@ class Clock:
         """Milliseconds by label of each step since `start`. sync: waits for the device."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
-        steps, spent = [], defaultdict(float)
+        steps = []
+        spent: defaultdict[str, float] = defaultdict(float)
         for (label, begin), (following, end) in pairwise(self.marks):
             if label != END:
                 spent[label] += (end - begin) * 1e3 if self.device.type == "cpu" else begin.elapsed_time(end)

@@ -132,7 +132,7 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     if len(set(counts.values())) > 1:
         raise Fault(f"these are not the same model: they have {counts} parameters")
     clock = Clock(world.device)
-    times = {name: [] for name in sides}
+    times: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(args.warmup + args.steps):
         for name in sorted(sides, reverse=bool(i % 2)):
             times[name].append(timed_step(sides[name], batch, cfg, clock))

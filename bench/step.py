@@ -14,8 +14,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean, median
+from typing import cast
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from bench import ceiling, common
@@ -26,8 +30,8 @@ from flux_ref.config import Config, micro_batch
 from flux_ref.data import Batch, HostBatch, TrainSet, copy_next
 from flux_ref.environment import peak_memory_gb
 from flux_ref.errors import Fault
-from flux_ref.model import Flux
 from flux_ref.ranks import World
+from flux_ref.sharding import ShardedFlux
 from flux_ref.step import NEVER, Health, train_step
 from flux_ref.step_runner import State, StepRunner
 
@@ -124,7 +128,7 @@ def data_set(cfg: Config, world: World) -> TrainSet:
         return TrainSet(cfg, world.rank, world.size, world.pin)
 
 
-def build(cfg: Config, world: World, arithmetic: Arithmetic, synthetic: bool) -> Flux:
+def build(cfg: Config, world: World, arithmetic: Arithmetic, synthetic: bool) -> ShardedFlux:
     """The sharded net; for synthetic batches with random weights in every layer, drawn by the device.
 
     As training begins, gates are zero and so are most gradients; products of zeros cost a device less power and time.
@@ -134,7 +138,7 @@ def build(cfg: Config, world: World, arithmetic: Arithmetic, synthetic: bool) ->
         torch.manual_seed(cfg.train.seed)
         with torch.no_grad():
             for parameter in net.parameters():
-                parameter.to_local().normal_(std=0.02)
+                cast(DTensor, parameter).to_local().normal_(std=0.02)
     return net
 
 
@@ -166,18 +170,23 @@ def split(cfg: Config, state: State, batch: Batch, clock: Clock) -> dict:
     """
     before = state.net.register_forward_pre_hook(lambda *_: clock.mark("forward"), prepend=True)
     after = state.net.register_forward_hook(lambda *_: clock.mark("backward"))  # the loss is counted here
-    steps, health = [], Health(batch["t"].device)
+    steps = []
+    health = Health(batch["t"].device)
     update = state.opt.step
-    state.opt.step = lambda: (clock.mark("optimizer"), update())[1]
-    for _ in range(SPLIT_STEPS):
-        clock.start()
-        clock.mark("forward")
-        train_step(state.net, state.opt, batch, health, cfg)
-        clock.mark(END)
-        steps += clock.steps()
+
+    def optimizer() -> Tensor:
+        clock.mark("optimizer")
+        return update()
+
+    with patch.object(state.opt, "step", optimizer):
+        for _ in range(SPLIT_STEPS):
+            clock.start()
+            clock.mark("forward")
+            train_step(state.net, state.opt, batch, health, cfg)
+            clock.mark(END)
+            steps += clock.steps()
     before.remove()
     after.remove()
-    state.opt.step = update
     parts = {part: median(step[part] for step in steps) for part in ("forward", "backward", "optimizer")}
     return parts | {"steps": SPLIT_STEPS, "note": "measured apart from step_ms"}
 

@@ -9,8 +9,10 @@ port: other codes run time the other way, or call the noise x_0.
 Training and validation call the same `losses`. They differ only in the source of t and of the noise.
 """
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flux_ref import latents
 
@@ -23,7 +25,7 @@ def interpolate(latent_BCYX: Tensor, noise_BCYX: Tensor, t_B: Tensor) -> Tensor:
     return (1.0 - t_B111) * latent_BCYX + t_B111 * noise_BCYX
 
 
-def losses(net: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+def losses(net: Callable[..., Tensor], batch: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Mean squared error of the predicted velocity, one per sample: (B,) fp32.
 
     batch: the fields of data.fields, on the net's device.

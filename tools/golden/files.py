@@ -60,17 +60,12 @@ class Golden:
 
     def __init__(self, folder: Path):
         """Raises: Refusal if a file is missing, or is not as it was written."""
-        self.folder = folder
         self.arrays: Values = read_tensors(folder / VALUES)
         index = read_json(folder / INDEX, "index of golden values")
-        try:
-            self.parameters: list[str] = index["parameters"]
-            self.values = [Value(**entry) for entry in index["values"]]
-            is_whole = index["sha256"] == checksum(folder / VALUES)
-        except (TypeError, KeyError) as error:
-            raise Refusal(f"{folder / INDEX} is no index of golden values: {error!r}; restore it") from None
-        if not is_whole:
+        if index["sha256"] != checksum(folder / VALUES):
             raise Refusal(f"{folder / VALUES} is not the file that {INDEX} was written with; restore both")
+        self.parameters: list[str] = index["parameters"]
+        self.values = [Value(**entry) for entry in index["values"]]
 
     def given(self) -> Values:
         """The values from which a port starts."""

@@ -10,6 +10,7 @@ from flux_ref import flow, latents, model
 from flux_ref.config import ModelConfig
 from flux_ref.data import Batch
 from tools.golden import places
+from tools.golden.files import Values
 
 # B batch  S tokens of a sequence, text first  H heads  K head dim  D hidden
 Tensors = dict[str, Tensor]
@@ -25,6 +26,11 @@ def plain(cfg: ModelConfig, weights: Tensors, dtype: torch.dtype = torch.float32
     net.to(dtype)
     net.rope = net.make_rope()
     return net
+
+
+def given_tensors(given: Values, prefix: str) -> Tensors:
+    """The given values of a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): torch.from_numpy(given[name]) for name in given if name.startswith(prefix)}
 
 
 def named(prefix: str, values: dict) -> dict:

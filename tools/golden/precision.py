@@ -3,7 +3,7 @@
 import re
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flux_ref import flow, latents, model
 from flux_ref.config import Config, PrecisionConfig
@@ -12,8 +12,7 @@ from flux_ref.precision.fp8 import cast, magnitudes, scales_of
 from flux_ref.precision.linear import PolicyLinear
 from tools.golden import places
 from tools.golden.files import Values
-from tools.golden.forward import Tensors, named, passed, plain
-from tools.golden.training import weights_of
+from tools.golden.forward import Tensors, given_tensors, named, passed, plain
 
 LAYER = "single.0.linear1"  # as a policy names a linear; any will do
 KEPT = re.compile(
@@ -24,21 +23,16 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MI300X = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 
 
-def tensors(given: Values, prefix: str) -> Tensors:
-    """The given values of a prefix, by the rest of their names."""
-    return {name.removeprefix(prefix): torch.from_numpy(given[name]) for name in given if name.startswith(prefix)}
-
-
 def bf16(cfg: Config, given: Values, batch: Tensors) -> Tensors:
     """The first batch in bf16."""
-    values = passed(plain(cfg.model, weights_of(given), torch.bfloat16), batch, torch.bfloat16)
+    values = passed(plain(cfg.model, given_tensors(given, "weights."), torch.bfloat16), batch, torch.bfloat16)
     return named("bf16", {name: value for name, value in values.items() if KEPT.fullmatch(name)})
 
 
 @torch.no_grad()
 def operations(cfg: Config, given: Values) -> Tensors:
     """Single operations in bf16, each by the function of the product, on given operands: bf16.fed.* to bf16.only.*"""
-    fed = tensors(given, "bf16.fed.")
+    fed = given_tensors(given, "bf16.fed.")
     x = {name: tensor.bfloat16() for name, tensor in fed.items()}
     about = places.inputs_of("bf16.only.rope")
     text = torch.zeros(about["text_tokens"], 3, dtype=torch.float64)
@@ -62,35 +56,24 @@ def operations(cfg: Config, given: Values) -> Tensors:
     return named("bf16.only", results)
 
 
-def own_cast(x: Tensor, dtype: torch.dtype) -> Tensors:
-    """The scale of a tensor's own magnitude, and the bytes of its cast."""
-    scale, _ = scales_of(magnitudes(x), dtype)
-    return {"scale": scale, "bits": cast(x, scale, dtype).view(torch.uint8)}
-
-
-def operands(given: Values) -> tuple[Tensor, Tensor, nn.Linear]:
-    """Input and gradient of y of a linear, in bf16, and the linear."""
-    fed = tensors(given, "fp8.")
-    linear = nn.Linear(48, 16, dtype=torch.bfloat16)
-    linear.weight = nn.Parameter(fed["weight"].bfloat16())
-    linear.bias = nn.Parameter(fed["bias"].bfloat16())
-    return fed["x"].bfloat16(), fed["grad"].bfloat16(), linear
-
-
 def fp8_linear(given: Values) -> Tensors:
     """One linear in FP8, forward and backward; casts of its operands, also to MI300X's formats."""
-    x, grad, linear = operands(given)
-    casts = {
-        "x": own_cast(x, E4M3),
-        "weight": own_cast(linear.weight.detach(), E4M3),
-        "grad": own_cast(grad, E5M2),
-        "fnuz.x": own_cast(x, MI300X[0]),
-        "fnuz.grad": own_cast(grad, MI300X[1]),
-        "negative": own_cast(-x.abs(), E4M3),
-    }
+    fed = given_tensors(given, "fp8.")
+    x, weight, grad = (fed[name].bfloat16() for name in ("x", "weight", "grad"))
     values: Tensors = {}
-    for name, parts in casts.items():
-        values |= named(f"fp8.{name}", parts)
+    for name, operand, dtype in (
+        ("x", x, E4M3),
+        ("weight", weight, E4M3),
+        ("grad", grad, E5M2),
+        ("fnuz.x", x, MI300X[0]),
+        ("fnuz.grad", grad, MI300X[1]),
+        ("negative", -x.abs(), E4M3),
+    ):
+        scale, _ = scales_of(magnitudes(operand), dtype)
+        values |= {f"fp8.{name}.scale": scale, f"fp8.{name}.bits": cast(operand, scale, dtype).view(torch.uint8)}
+    linear = nn.Linear(48, 16, dtype=torch.bfloat16)
+    linear.weight = nn.Parameter(weight)
+    linear.bias = nn.Parameter(fed["bias"].bfloat16())
     in_fp8 = PolicyLinear(linear, LAYER, Config(precision=PrecisionConfig(preset="fp8")), "cpu")
     x.requires_grad_()
     y = in_fp8(x)
@@ -101,7 +84,7 @@ def fp8_linear(given: Values) -> Tensors:
 
 def fp8_edges(given: Values) -> Tensors:
     """Casts at the edges of every format, and scales of magnitudes at the edges of fp32."""
-    fed = tensors(given, "fp8.")
+    fed = given_tensors(given, "fp8.")
     values: Tensors = {}
     for dtype in (E4M3, E5M2, *MI300X):
         kind = str(dtype).removeprefix("torch.float8_")

@@ -3,20 +3,22 @@
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import count
+from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from flux_ref import config_file, data, evaluate, flow, optim, rng, schedule, sharding, shards, step, step_runner
 from flux_ref.config import Config
+from flux_ref.model import Flux
 from flux_ref.ranks import World
 from flux_ref.step import Health
 from flux_ref.step_runner import State
 from tools.golden import places
 from tools.golden.files import Values
-from tools.golden.forward import WHOLE, Recorded, Tensors, gradients, named, norms, passed, plain
+from tools.golden.forward import WHOLE, Recorded, Tensors, given_tensors, gradients, named, norms, passed, plain
 
 CPU = torch.device("cpu")
 STEPS = 6  # the learning rate leaves its warm-up after the second, and epochs begin in the third and the sixth
@@ -27,27 +29,26 @@ RANKS = 2
 RANKS_STEP = 1  # has the positions 4 to 7: the first epoch ends inside of rank 0
 
 
-def weights_of(given: Values) -> Tensors:
-    """The weights to start from."""
-    prefix = "weights."
-    return {name.removeprefix(prefix): torch.from_numpy(given[name]) for name in given if name.startswith(prefix)}
-
-
 def start(cfg: Config, world: World, given: Values) -> State:
     """The state of a run that starts from the given weights."""
     net = sharding.build(cfg, world, None)
-    weights = weights_of(given)
+    weights = given_tensors(given, "weights.")
     with torch.no_grad():
-        for name, parameter in sharding.named_parameters(net).items():
+        for name, parameter in sharded(net).items():
             mesh = parameter.device_mesh
             whole = weights[name].to(mesh.device_type)
             parameter.copy_(distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None))
     return State.of(net, cfg, world)
 
 
-def local(net: nn.Module) -> Tensors:
+def sharded(net: Flux) -> dict[str, DTensor]:
+    """The parameters of a sharded net."""
+    return cast(dict[str, DTensor], sharding.named_parameters(net))
+
+
+def local(net: Flux) -> Tensors:
     """This rank's shards of the weights, which share memory with the net."""
-    return {name: parameter.detach().to_local() for name, parameter in sharding.named_parameters(net).items()}
+    return {name: parameter.to_local().detach() for name, parameter in sharded(net).items()}
 
 
 def clipping(cfg: Config, world: World, given: Values) -> Tensors:
@@ -104,7 +105,7 @@ def training(cfg: Config, world: World, given: Values) -> Recorded:
     """Some optimizer steps. All values of the first one are recorded."""
     values: Recorded = {}
     state = start(cfg, world, given)
-    initial = weights_of(given)
+    initial = given_tensors(given, "weights.")
     for number, (rows, batch) in zip(range(1, STEPS + 1), batches(cfg, 0, 1, 0)):
         place = f"step{number}"
         values |= named(place, rows)
@@ -145,7 +146,7 @@ def on_two_ranks(cfg: Config, world: World, given: Values) -> Recorded:
     """
     cfg = config_file.replace(cfg, **PARTS)
     each = []
-    net = plain(cfg.model, weights_of(given))
+    net = plain(cfg.model, given_tensors(given, "weights."))
     for rank in range(RANKS):
         rows, batch = next(batches(cfg, rank, RANKS, RANKS_STEP))
         losses = flow.losses(net, batch, torch.float32)
@@ -169,7 +170,7 @@ def validation(cfg: Config, world: World, given: Values) -> Recorded:
     with closing(val_set.feed(0)) as feed:
         for _ in range(val_set.batches):
             data.copy_next(feed, batch)
-            found = batch | {"losses": losses_of(cfg, weights_of(given), batch)}
+            found = batch | {"losses": losses_of(cfg, given_tensors(given, "weights."), batch)}
             for name, kept in rows.items():
                 kept.append(found[name][batch["timestep"] >= 0])
     values = {name: torch.cat(kept) for name, kept in rows.items()}
