@@ -21,6 +21,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -151,16 +152,10 @@ def write_rank(folder: Path, rank: int, rows: dict[str, TensorSlice]) -> Written
     return written
 
 
-def publish(partial: Path, final: Path, info: dict, shapes: dict[str, list[int]], written: list[Written]) -> None:
-    """Make a folder whose files are on the disk visible under its name, in one step.
-
-    info: what a checkpoint says of the training. shapes: of all tensors. written: by all ranks. Raises: OSError.
-    """
+def write_manifest(folder: Path, info: dict, shapes: dict[str, list[int]], written: list[Written]) -> None:
+    """Complete a checkpoint. info: what it says of the training. shapes: of all tensors. written: by all ranks."""
     content = {"info": info, "shapes": shapes, "files": {name: file for part in written for name, file in part.items()}}
-    files.write_whole(partial / MANIFEST, json.dumps(content | {"crc32": _checksum(content)}))
-    files.sync(partial)
-    partial.rename(final)
-    files.sync(final.parent)
+    files.write_whole(folder / MANIFEST, json.dumps(content | {"crc32": _checksum(content)}))
 
 
 def _checksum(content: dict) -> int:
@@ -204,7 +199,6 @@ class Saver:
         self.say = say
         self.run = config.run_dir(cfg)
         self.group = ranks.host_group("save")
-        self.nonce = ranks.gather_objects(secrets.token_hex(4))[0]  # two jobs never write into one folder
         rows = rows_of(state)
         self.shapes = {key: list(row.shape) for key, row in rows.items()}
         self.bytes = sum(row.shape.numel() * row.local.itemsize for row in rows.values())  # of one checkpoint
@@ -219,7 +213,7 @@ class Saver:
         """Try the disk: every rank writes a file into the run's folder, or where a new run will make it."""
         run = self.run.resolve()
         folder = next(path for path in (run, *run.parents) if path.exists())
-        trial = folder / f".trial.{self.nonce}{files.PARTIAL}"
+        trial = folder / f".trial.{ranks.gather_objects(secrets.token_hex(4))[0]}{files.PARTIAL}"
         try:
             with ranks.agreed():
                 if self.world.rank == 0:
@@ -271,10 +265,9 @@ class Saver:
         """In a thread of its own, on every rank."""
         begin = time.perf_counter()
         final = folder_of(self.run) / f"step_{info['step']:09d}"
-        partial = final.with_name(f".{final.name}.{self.nonce}")
         self.failure = None
         try:
-            self._write(partial, final, info, wait_for_copy)
+            self._write(final, info, wait_for_copy)
             result = f"saved in {time.perf_counter() - begin:.1f} s"
         except Exception as error:  # on every rank: disks fill up
             self.failure = " ".join(str(error).split())
@@ -282,23 +275,27 @@ class Saver:
         if self.world.rank == 0:
             if not self.failure:
                 prune(self.run, self.cfg.checkpoint.keep)
-            shutil.rmtree(partial, ignore_errors=True)
             self.say(f"checkpoint {final} {result}")
 
-    def _write(self, partial: Path, final: Path, info: dict, wait_for_copy: Callable[[], None]) -> None:
+    def _write(self, final: Path, info: dict, wait_for_copy: Callable[[], None]) -> None:
         """Write all files, then make the folder visible under its name. Raises on all ranks if one rank fails."""
-        with ranks.agreed(self.group):
-            wait_for_copy()
-            if self.world.rank == 0:
-                partial.parent.mkdir(exist_ok=True)  # if the user has deleted it; a deleted run folder stays away
-                require_space(partial.parent, self.bytes)
-                partial.mkdir()
-        with ranks.agreed(self.group):
-            own = write_rank(partial, self.world.rank, self.host)
-        written = ranks.gather_objects(own, self.group)
-        with ranks.agreed(self.group):
-            if self.world.rank == 0:
-                publish(partial, final, info, self.shapes, written)
+        with ExitStack() as stack:
+            partial = final
+            with ranks.agreed(self.group):
+                wait_for_copy()
+                if self.world.rank == 0:
+                    final.parent.mkdir(exist_ok=True)  # if the user has deleted it; a deleted run folder stays away
+                    require_space(final.parent, self.bytes)
+                    partial = stack.enter_context(files.whole(final))
+                    partial.mkdir()
+            partial = Path(ranks.gather_objects(str(partial), self.group)[0])
+            with ranks.agreed(self.group):
+                own = write_rank(partial, self.world.rank, self.host)
+            written = ranks.gather_objects(own, self.group)
+            with ranks.agreed(self.group):
+                if self.world.rank == 0:
+                    write_manifest(partial, info, self.shapes, written)
+                    stack.close()
 
 
 # Reading

@@ -15,7 +15,6 @@ from flux_ref.errors import Refusal
 from flux_ref.files import naming
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-BLOCK = 1 << 20  # bytes that are moved at a time
 
 
 class Moved:
@@ -53,25 +52,20 @@ def write(path: Path, tensors: dict[str, Tensor]) -> int:
 
     Returns: the CRC-32 of its bytes. Raises: OSError, which names the file.
     """
-    content = memoryview(safetensors.torch.save(tensors, {"format": "pt"}))
-    with naming(path), path.open("xb", buffering=0) as file:  # nothing is left to be flushed when a write has failed
-        rest = content
-        while rest:
-            count = file.write(rest[:BLOCK])  # some file systems take less
-            Moved.total += count
-            rest = rest[count:]
+    content = safetensors.torch.save(tensors, {"format": "pt"})
+    with naming(path), path.open("xb") as file:
+        file.write(content)
+        file.flush()
         os.fsync(file.fileno())
+    Moved.total += len(content)
     return zlib.crc32(content)
 
 
 def crc32(path: Path) -> int:
-    """The CRC-32 of a file's bytes. Raises: OSError."""
-    checksum = 0
-    with path.open("rb") as file:
-        while content := file.read(BLOCK):
-            checksum = zlib.crc32(content, checksum)
-            Moved.total += len(content)
-    return checksum
+    """The CRC-32 of a file's bytes. Takes the file's size of host memory. Raises: OSError."""
+    content = path.read_bytes()
+    Moved.total += len(content)
+    return zlib.crc32(content)
 
 
 def require_fit(found: dict[str, tuple], want: dict[str, tuple], where: str | Path) -> None:

@@ -28,7 +28,7 @@ STEP, SAMPLES = 7, 84  # of the state that is written
 BREAKS = {  # what fails, and on which rank; -1: the last
     "the folder": (checkpoint, "require_space", 0),
     "writing": (tensors, "write", -1),
-    "the manifest": (checkpoint, "publish", 0),
+    "the manifest": (checkpoint, "write_manifest", 0),
 }
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
