@@ -187,18 +187,19 @@ def options(device: torch.device, own: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in (wanted | own).items() if name in torch._inductor.config._config}
 
 
-def compile_all(units: list[Region], cfg: Config, device: torch.device, own: dict[str, object]) -> None:
-    """Mark every region to be compiled at its first call in each mode. own: as for `options`.
+def require_compiler(device: torch.device) -> None:
+    """Raises: Refusal without a C++ compiler on the CPU, or on a GPU a C compiler, for the launchers of Triton."""
+    names = ("g++", "clang++") if device.type == "cpu" else (os.environ.get("CC", "gcc"), "clang")
+    needs = "" if any(map(shutil.which, names)) else names[0]
+    if device.type != "cpu" and not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        needs = "Python.h of python3-dev"  # which the launchers include
+    if needs:
+        raise Refusal(f"parallel.compile=true needs {needs}; install it or set parallel.compile=false")
 
-    Raises: Refusal without a C++ compiler on the CPU, or a C compiler on a GPU, where Triton builds its launchers.
-    """
-    names: tuple[str, ...] = ("g++", "c++", "clang++")
-    if device.type != "cpu":
-        names = (os.environ["CC"],) if "CC" in os.environ else ("gcc", "clang")
-        if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():  # which the launchers include
-            raise Refusal("parallel.compile=true needs Python.h; install python3-dev or set parallel.compile=false")
-    if not any(map(shutil.which, names)):
-        raise Refusal(f"parallel.compile=true needs {names[0]}; install it or set parallel.compile=false")
+
+def compile_all(units: list[Region], cfg: Config, device: torch.device, own: dict[str, object]) -> None:
+    """Mark every region to be compiled at its first call in each mode. own: as for `options`. Raises: Refusal."""
+    require_compiler(device)
     torch.compiler.set_stance("default")
     _set(torch._dynamo.config, "recompile_limit", GRAPHS)
     _set(torch._functorch.config, "activation_memory_budget", cfg.parallel.activation_budget)

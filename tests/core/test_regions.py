@@ -4,24 +4,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import MICRO
+from conftest import micro_config, refusal
 from fake_world import fake_world
 
-from flux_ref import config, config_file, schedule, sharding, step_runner
+from flux_ref import schedule, sharding, step_runner
 from flux_ref.config import Config
 from flux_ref.data import synthetic
-from flux_ref.errors import Refusal
 from flux_ref.model import SingleBlock
 from flux_ref.step import Health, train_step, validation_step
 from flux_ref.step_runner import State
 
 
-def micro(**values: object) -> Config:
-    return config_file.replace(config_file.load(MICRO), **values)
-
-
 def deep(**values: object) -> Config:
-    return micro(model__double_blocks=4, model__single_blocks=6, **values)
+    return micro_config(model__double_blocks=4, model__single_blocks=6, **values)
 
 
 def steps(world, cfg: Config) -> tuple[list[float], list[list[float]]]:
@@ -41,27 +36,20 @@ def test_recomputing_and_keeping_change_no_bit_and_recomputing_calls_every_block
     calls = []
     forward = SingleBlock.forward
     monkeypatch.setattr(SingleBlock, "forward", lambda *args: calls.append(0) or forward(*args))
-    levers = {
-        "recompute": ("block", "region"),
-        "kept_regions": (1, -1),
-    }
-    wrong = []
-    for blocks in (1, 2):
-        want = steps(world, micro(parallel__region_blocks=blocks))
-        for key, value in ((key, value) for key, values in levers.items() for value in values):
-            calls.clear()
-            found = steps(world, micro(parallel__region_blocks=blocks, **{f"parallel__{key}": value}))
-            passes = 7 if key == "recompute" else 4  # of three training steps and one validation step
-            wrong += [] if found == want and len(calls) == 3 * passes else [(blocks, key, value, len(calls))]
-    assert wrong == []
+    levers = {"recompute": ("block", "region"), "kept_regions": (1, -1)}
+    want = steps(world, micro_config(parallel__region_blocks=2))
+    for key, value in ((key, value) for key, values in levers.items() for value in values):
+        calls.clear()
+        found = steps(world, micro_config(parallel__region_blocks=2, **{f"parallel__{key}": value}))
+        passes = 7 if key == "recompute" else 4  # of three training steps and one validation step
+        assert found == want and len(calls) == 3 * passes, (key, value)
 
 
 class Noted:
     """A collective of FSDP2 that is only written down."""
 
     def __init__(self, log: list, what: str):
-        self.log = log
-        self.what = what
+        self.log, self.what = log, what
 
     def allocate(self, size, *, dtype, device):
         return torch.zeros(*size, dtype=dtype, device=device)
@@ -70,9 +58,9 @@ class Noted:
         self.log.append(self.what)
 
 
-def collectives(**values: object) -> list[str]:
+def collectives(kept: int) -> list[str]:
     """What a rank of four asks of FSDP2 in a step: to gather or to reduce, in this order."""
-    cfg = deep(**values)
+    cfg = deep(parallel__kept_regions=kept)
     log = []
     with fake_world(4) as four:
         state = State.build(cfg, four, seed=None)
@@ -85,57 +73,32 @@ def collectives(**values: object) -> list[str]:
 
 def test_levers_reach_fsdp():
     """Ten regions are gathered in forward; the first reduction waits for the gathers of backward before it."""
-    logs = [collectives(), collectives(parallel__kept_regions=4), collectives(parallel__kept_regions=-1)]
+    logs = [collectives(kept) for kept in (0, 4, -1)]
     assert [log.index("reduce") - 10 for log in logs] == [2, 0, 0]
     assert [len(log) for log in logs] == [30, 26, 20]
 
 
 def test_compiling_needs_a_compiler_of_c(world, monkeypatch, tmp_path):
-    """On a GPU Triton builds its launchers with it, and takes only that of CC if this is set. They include Python.h."""
-    cfg = micro(parallel__compile=True)
+    """On a GPU Triton builds its launchers with it, or with that of CC. They include Python.h."""
+    cfg = micro_config(parallel__compile=True)
+    cuda = torch.device("cuda")
     monkeypatch.setattr(sharding.shutil, "which", lambda name: None)
-    with pytest.raises(
-        Refusal, match=r"^parallel\.compile=true needs g\+\+; install it or set parallel\.compile=false$"
-    ):
-        State.build(cfg, world, seed=0)
-    monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(sharding.sysconfig, "get_paths", lambda: {"include": tmp_path})
-    with pytest.raises(Refusal, match=r"needs Python\.h; install python3-dev"):
-        sharding.compile_all([], cfg, torch.device("cuda"), {})
+    monkeypatch.delenv("CC", raising=False)
+    text = refusal(State.build, cfg, world, 0)
+    assert text == "parallel.compile=true needs g++; install it or set parallel.compile=false"
+    assert "needs Python.h of python3-dev; install it" in refusal(sharding.require_compiler, cuda)
     (tmp_path / "Python.h").touch()
-    with pytest.raises(Refusal, match="needs gcc"):
-        sharding.compile_all([], cfg, torch.device("cuda"), {})
-    monkeypatch.setattr(sharding.shutil, "which", lambda name: name == "gcc" or None)
-    sharding.compile_all([], cfg, torch.device("cuda"), {})
+    assert "needs gcc" in refusal(sharding.require_compiler, cuda)
+    monkeypatch.setattr(sharding.shutil, "which", lambda name: name == "own-cc" or None)
     monkeypatch.setenv("CC", "own-cc")
-    with pytest.raises(Refusal, match="needs own-cc"):
-        sharding.compile_all([], cfg, torch.device("cuda"), {})
-    sharding.permit_compilation()
+    sharding.require_compiler(cuda)
 
 
-def test_what_excludes_each_other_is_refused():
-    for values, message in (
-        ({"parallel__recompute": "block", "parallel__compile": True}, "parallel.recompute=block .*activation_budget"),
-        ({"parallel__attention": "flash"}, "attention=flash knows no fp32; set parallel.dtype=bf16 or attention=auto"),
-    ):
-        with pytest.raises(Refusal, match=message):
-            micro(**values)
+COMPILED = {"parallel__region_blocks": 2}, {"parallel__activation_budget": 0.5}, {"parallel__activation_budget": 0.0}
 
 
-def test_pictures_are_drawn_without_the_compiler():
-    with sharding.uncompiled(config.ParallelConfig(compile=True)):
-        assert not torch.compile(lambda x: torch.compiler.is_compiling())(torch.ones(1))
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        pytest.param({"parallel__region_blocks": 2}, marks=pytest.mark.slow),
-        pytest.param({"parallel__activation_budget": 0.5}, marks=pytest.mark.slow),
-        pytest.param({}, marks=pytest.mark.nightly),
-        pytest.param({"parallel__activation_budget": 0.0}, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("values", [pytest.param(one, marks=pytest.mark.slow) for one in COMPILED])
 def test_compiled_equals_eager_with_four_graphs(world, values):
     """One graph each for double and single regions, with and without gradients. Depth adds none."""
     want, want_sums = steps(world, deep(parallel__region_blocks=values.get("parallel__region_blocks", 1)))
@@ -149,7 +112,7 @@ def test_compiled_equals_eager_with_four_graphs(world, values):
 
 @pytest.mark.slow
 def test_a_new_shape_after_the_warm_up_is_an_error_and_pictures_are_drawn_all_the_same(world):
-    cfg = micro(parallel__compile=True)
+    cfg = micro_config(parallel__compile=True)
     state = State.build(cfg, world, seed=3)
     runner = step_runner.StepRunner(state, cfg, world)
     runner.warm_up()
@@ -169,7 +132,7 @@ def test_settings_of_the_compiler_hold_in_every_thread(world):
         return torch._dynamo.config.recompile_limit, torch._functorch.config.activation_memory_budget
 
     compiled = torch.compile(torch.sin, fullgraph=True, dynamic=False, backend="eager")
-    sharding.compile_all([], micro(parallel__compile=True, parallel__activation_budget=0.5), world.device, {})
+    sharding.compile_all([], micro_config(parallel__compile=True, parallel__activation_budget=0.5), world.device, {})
     with ThreadPoolExecutor(1) as elsewhere:
         assert elsewhere.submit(settings).result() == settings() == (sharding.GRAPHS, 0.5)
         shapes = [torch.ones(size) for size in range(2, 14)]
