@@ -110,9 +110,12 @@ def evaluate(
     with ranks.agreed():
         # A wrong file is named before the data set is opened.
         weights.open_source(paths[0], cfg.model, options.ema)
-    val_set = None
-    if not (options.draw_only and options.prompts):
-        val_set = opened(cfg, world)
+        val_set = None
+        if not (options.draw_only and options.prompts):
+            if not cfg.data.val:
+                raise Refusal("data.val is empty; give --data.val=DIR, or --prompt=TEXT with --draw-only")
+            val_set = ValSet(cfg, world.rank, world.size, world.pin)
+            val_set.open()
     artist = None
     if options.draw_only or options.prompts or cfg.sample.count:
         artist = artist_of(cfg, world, val_set, options, at)
@@ -129,22 +132,14 @@ def evaluate(
         if val_set and not options.draw_only:
             result = validation_loss(steps, val_set, samples, at)
             record |= report.validation_record(result) | {"noise": cfg.eval.noise}
+            if cfg.eval.noise == "fresh" and not known:
+                record["note"] = "noise of evaluation 0, as samples are not known; compare with --eval.noise=fixed"
         if artist:
             place = new_file(options, path)
             artist.save(artist.paint(steps.net, at), place)
             record["pictures"] = str(place)
         if world.rank == 0:
             print(json.dumps(record) if options.json else text(record))
-
-
-def opened(cfg: Config, world: World) -> ValSet:
-    """The validation set. Collective. Raises: Refusal."""
-    with ranks.agreed():
-        if not cfg.data.val:
-            raise Refusal("data.val is empty; give --data.val=DIR, or --prompt=TEXT with --draw-only")
-        val_set = ValSet(cfg, world.rank, world.size, world.pin)
-        val_set.open()
-    return val_set
 
 
 def artist_of(
@@ -179,22 +174,13 @@ def new_file(options: argparse.Namespace, path: Path) -> Path:
 
 
 def text(record: dict[str, Any]) -> str:
-    """A record for people."""
-    samples = "an unknown number of" if record["samples"] is None else f"{record['samples']:,}"
-    whose = f"{record['name']}, " if record["name"] else ""
-    lines = [f"{record['weights']}: {whose}after {samples} training samples"]
-    if EMA in record:
-        lines[0] += f"; the average of the weights, with a half-life of {record[EMA]:,} samples"
-    if "val_loss" in record:
-        error = "" if record["stderr"] is None else f" +- {record['stderr']:.4f}"  # one sample of a timestep has none
-        lines.append(f"validation loss {record['val_loss']:.4f}{error} over {record['count']:,} samples")
-        by_time = "  ".join(f"{loss:.4f}" for loss in record["val_loss_per_timestep"])
-        lines.append(f"at t = 0/8, 1/8, ... 7/8: {by_time}")
-        if record["noise"] == "fresh" and record["samples"] is None:
-            lines.append("noise of evaluation 0: these weights state no samples; compare with --eval.noise=fixed")
-    if "pictures" in record:
-        lines.append(f"pictures: {record['pictures']}")
-    return "\n".join(printable(line) for line in lines)
+    """A record for people: a line for each thing that is known."""
+    lines = []
+    for name, value in record.items():
+        values = value if isinstance(value, list) else [value]
+        shown = [f"{one:.4f}" if isinstance(one, float) else str(one) for one in values]
+        lines.append(f"{name:<22} {' '.join(shown)}")
+    return "\n".join(map(printable, lines))
 
 
 if __name__ == "__main__":

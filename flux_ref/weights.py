@@ -95,13 +95,12 @@ def _pairs(model: ModelConfig) -> list[tuple[Part, Part]]:
         module, _, kind = name.rpartition(".")
         block = "".join(re.findall(r"(?<=blocks\.)\d+", module))
         names = DIFFUSERS[re.sub(r"(?<=blocks\.)\d+", "*", module)].replace("*", block).split()
+        leaf = kind.replace("scale", "weight")  # of an RMS norm
         row = 0
         for number, other in enumerate(names, 1):
             rows = model.hidden if number < len(names) else shape[0] - row
-            first = 0
-            if other == "norm_out.linear" and row == 0:  # port: BFL shift, scale; diffusers scale, shift
-                first = model.hidden
-            leaf = "weight" if kind == "scale" else kind  # of an RMS norm
+            # port: of the head's modulation BFL has shift, scale; diffusers scale, shift
+            first = model.hidden - row if other == "norm_out.linear" else 0
             pairs.append((Part(name, row, rows), Part(f"{other}.{leaf}", first, rows)))
             row += rows
     return pairs
@@ -148,9 +147,9 @@ def require_config(path: Path, want: dict) -> None:
     Shapes do not show all: a file of other heads or of another scale of latents may fit.
     """
     content = read_json(path, "diffusers' config") if path.exists() else {}
-    bad = [f"{key}={content[key]!r}, want {want[key]!r}" for key in want if content.get(key, want[key]) != want[key]]
+    bad = {key: content[key] for key, value in want.items() if content.get(key, value) != value}
     if bad:
-        raise Refusal(f"{path} is another model's: {'; '.join(bad)}; give FLUX.1-schnell's, or the right --config")
+        raise Refusal(f"{path} is another model's, it says {bad}; give FLUX.1-schnell's, or the right --config")
 
 
 # Values

@@ -181,6 +181,5 @@ class Gallery(Artist):
                 self.report.picture(path, samples)
                 if self.cfg.sample.every_samples:
                     sheet.strip(path.parent, pictures[0].shape[1], samples)
-            seconds = time.perf_counter() - begin
-            self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures in {seconds:.1f} s: {path}")
+            self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures: {path}")
         self.report.pause(time.perf_counter() - begin)

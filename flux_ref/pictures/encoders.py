@@ -87,15 +87,12 @@ class TextEncoder:
         self.tokens = tokens
         kind, self.output = KINDS[number]
         folder = home / f"text_encoder{number}"
-        words = home / f"tokenizer{number}"
         transformers = package("transformers", "encoding captions")
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         local = {"local_files_only": True, "trust_remote_code": False}
         try:
-            for path in (folder / "config.json", words / "tokenizer_config.json"):
-                path.stat()  # transformers would take a name that is no folder for one of its hub
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(words, **local)
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(home / f"tokenizer{number}", **local)
             net, report = getattr(transformers, kind).from_pretrained(
                 folder, use_safetensors=True, dtype=dtype, output_loading_info=True, **local
             )
@@ -154,7 +151,7 @@ class Encoders:
 def _bits(members: dict[str, Tensor], captions: Sequence[str]) -> dict[str, np.ndarray]:
     """Rounded to bf16, as its bits in uint16. Raises: Fault for a value that is not finite."""
     for name, values in members.items():
-        finite = values.isfinite().flatten(1).all(dim=1).tolist()
-        if not all(finite):
-            raise Fault(f"{name} of {captions[finite.index(False)]!r} is NaN or infinite", alone=True)
+        for caption, value in zip(captions, values):
+            if not value.isfinite().all():
+                raise Fault(f"{name} of {caption!r} is NaN or infinite", alone=True)
     return {name: values.bfloat16().view(torch.uint16).cpu().numpy() for name, values in members.items()}
