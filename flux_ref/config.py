@@ -57,16 +57,16 @@ def free(default: Any, meaning: str, **facts: Any) -> Any:
     return key(default, meaning, resume=True, **facts)
 
 
-def size(default: int, meaning: str, most: int = 2**24) -> Any:
+def size(default: int, meaning: str) -> Any:
     """A size of the model."""
-    return key(default, meaning, least=1, most=most, closed=REFERENCE)
+    return key(default, meaning, least=1, closed=REFERENCE)
 
 
 @dataclass(frozen=True)
 class RunConfig:
     dir: str = free("", "the run's folder; empty: runs/<config name>")
     overwrite: bool = free(False, "begin anew: the run that the folder NAME holds is renamed to NAME.1 (.2, ...)")
-    hang_s: float = free(600.0, "end the job after so many seconds without progress; 0: never", most=10**6)
+    hang_s: float = free(600.0, "end the job after so many seconds without progress; 0: never")
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class ModelConfig:
 
     hidden: int = size(3072, "features of a token in the blocks")
     heads: int = size(24, "attention heads")
-    double_blocks: int = size(19, "blocks with weights of their own for text and image", most=256)
-    single_blocks: int = size(38, "blocks with the same weights for text and image", most=256)
+    double_blocks: int = size(19, "blocks with weights of their own for text and image")
+    single_blocks: int = size(38, "blocks with the same weights for text and image")
     mlp_ratio: int = size(4, "width of a block's MLP in units of hidden")
     rope_axes: tuple[int, ...] = key(
         (16, 56, 56), "features of a head that RoPE turns by (0, row, column)", closed=REFERENCE
@@ -119,21 +119,20 @@ class InitConfig:
 class TrainConfig:
     seed: int = key(0, "seed of every random number in training and validation")
     max_samples: int = free(25_165_824, "stop here if the target is not reached; 96 evaluation intervals", least=1)
-    global_batch: int = key(512, "samples per optimizer step over all ranks", least=1, most=2**20)
+    global_batch: int = key(512, "samples per optimizer step over all ranks", least=1)
     micro_batch: int = free(0, "samples per forward on one rank, the rest is gradient accumulation; 0: no accumulation")
     caption_drop: float = key(0.1, "probability that a training sample has the empty caption", most=1, closed=REFERENCE)
     timestep: str = key(
         "uniform", "distribution of the time t in training", choices=("uniform", "logit_normal"), closed=REFERENCE
     )
     timestep_mean: float = key(
-        0.0, "logit_normal: mean of the logit of t; below 0: more times near the data, t = 0", least=-16, most=16
+        0.0, "logit_normal: mean of the logit of t; below 0: more times near the data, t = 0", least=-16
     )
-    timestep_width: float = key(1.0, "logit_normal: standard deviation of the logit of t", least=1e-6, most=16)
+    timestep_width: float = key(1.0, "logit_normal: standard deviation of the logit of t")
     timestep_shift: float = key(
         1.0,
         "then t becomes shift t / (1 + (shift - 1) t); above 1: more times near the noise",
         least=1e-3,
-        most=1000,
         closed=REFERENCE,
     )
     log_every_samples: int = free(10_240, "samples from one record of the training loss to the next", least=1)
@@ -155,8 +154,8 @@ class OptimConfig:
 
     lr: float = key(2e-4, "learning rate after the warm-up")
     warmup_steps: int = key(1600, "steps of the linear warm-up")
-    beta1: float = key(0.9, "decay of the first moment", most=1 - 1e-9, closed=CHECKER)
-    beta2: float = key(0.95, "decay of the second moment", most=1 - 1e-9, closed=CHECKER)
+    beta1: float = key(0.9, "decay of the first moment", most=0.999999999, closed=CHECKER)
+    beta2: float = key(0.95, "decay of the second moment", most=0.999999999, closed=CHECKER)
     eps: float = key(1e-8, "added to the root of the second moment, in fp32", least=1e-30, closed=CHECKER)
     weight_decay: float = key(0.1, "decay of every parameter per step, times lr", closed=CHECKER)
     clip_norm: float = key(1.0, "most that the norm of all gradients may be", least=1e-6, closed=CHECKER)
@@ -244,7 +243,7 @@ class PrecisionConfig:
     )
     native: bool = free(True, "blocks and rows take torch's kernels where it has them; false: emulate them everywhere")
     gather: bool = free(True, "gather weights in FP8 where e4m3 is their side: half of their bytes, equal results")
-    history: int = key(1024, "delayed sides: number of steps whose largest values are remembered", least=1, most=2**24)
+    history: int = key(1024, "delayed sides: number of steps whose largest values are remembered", least=1)
     dynamic_steps: int = key(16, "delayed sides: number of first steps that use dynamic scales")
 
     @property

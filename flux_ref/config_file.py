@@ -179,13 +179,10 @@ def validate(cfg: Config) -> None:
 
 
 def validate_world(cfg: Config, world_size: int) -> None:
-    """Rules that tie the config to the number of ranks. Raises: Refusal."""
+    """Raises: Refusal if the ranks and their micro-batches do not divide the batch."""
     train = cfg.train
-    replicate = cfg.parallel.replicate
     chunk = world_size * (train.micro_batch or 1)
     if train.global_batch % chunk:
         micro = f" x train.micro_batch={train.micro_batch}" if train.micro_batch else ""
         rule = f"is not divisible by {world_size} ranks{micro}; use a multiple of {chunk}"
         raise Refusal(f"train.global_batch={train.global_batch} {rule}")
-    if replicate and world_size % replicate:
-        raise Refusal(f"parallel.replicate={replicate} does not divide the {world_size} ranks")

@@ -1,6 +1,5 @@
 """What the closed division fixes: each departure disqualifies in the log, on the terminal and for `report`."""
 
-import dataclasses
 import math
 import re
 
@@ -9,6 +8,7 @@ import pytest
 import yaml
 from compliance import RULESETS
 from conftest import ROOT
+from other_values import with_another
 
 from flux_ref import config, config_file
 from flux_ref.benchmark import closed
@@ -44,19 +44,10 @@ def faults(path, ruleset: str = MllogConfig.ruleset) -> list[str]:
     return run.faults
 
 
-def departing(cfg: Config, key: str) -> Config:
-    """A copy with another value of a key, unchecked."""
-    section, name = key.split(".")
-    part = getattr(cfg, section)
-    value = getattr(part, name)
-    other = not value if isinstance(value, bool) else 2 * value or "some"
-    return dataclasses.replace(cfg, **{section: dataclasses.replace(part, **{name: other})})
-
-
 def test_each_departure_alone_disqualifies(tmp_path):
     """Without the entries `disqualified`, the logged values still speak, to `report` or to the official checker."""
     plain = load(CONFIGS["schnell_gbs512"])
-    cases = {key: (departing(plain, key), COUNTS) for key, known in config.KEYS.items() if known.closed}
+    cases = {key: (with_another(plain, key), COUNTS) for key, known in config.KEYS.items() if known.closed}
     cases |= {"data.train_count": (plain, (512, VAL_SAMPLES)), "data.val_count": (plain, (TRAIN_SAMPLES, 8))}
     assert {*cases, closed.VAL_PRECISION} == {*closed.FIXED}, "every compute of ours may validate"
     path = tmp_path / "result_0.txt"

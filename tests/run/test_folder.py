@@ -1,12 +1,12 @@
 """Whose a run's folder is, from where a run in it goes on, and what becomes of an older one."""
 
-import dataclasses
 import json
 import threading
 from pathlib import Path
 
 import pytest
 from conftest import MICRO
+from other_values import with_another
 from precision_ranks import SIZES
 from run_files import contents
 
@@ -31,8 +31,8 @@ def cfg(tmp_path) -> Config:
     return config_file.load(MICRO, own)
 
 
-def put(cfg: Config, state: str, **end: object) -> Path:
-    """Bring the folder of a config into a state. end: how a finished run ended."""
+def put(cfg: Config, state: str, loss: float | None = 0.5) -> Path:
+    """Bring the folder of a config into a state. loss: at the end of a finished run."""
     place = config.run_dir(cfg)
     if state != "absent":
         place.mkdir()
@@ -47,7 +47,7 @@ def put(cfg: Config, state: str, **end: object) -> Path:
             info = {"step": step, "name": cfg.name, "config": config.flat(cfg)} | COUNTS
             checkpoint.write_manifest(saved, info, {}, [])
     if state in ("finished", "unsaved"):
-        (place / "outcome.json").write_text(json.dumps({"samples": 48, "val_loss": 0.5} | end))
+        (place / "outcome.json").write_text(json.dumps({"samples": 48, "val_loss": loss}))
     return place
 
 
@@ -117,22 +117,12 @@ def test_two_jobs_never_share_a_folder_whatever_its_name(cfg, world, monkeypatch
     assert outcome(cfg, world) == "from step_000000004", "a job that is just ending is waited for"
 
 
-def changed(value: object) -> object:
-    """Another value, of the same type where a check is left."""
-    return ((12, "fp8"),) if isinstance(value, tuple) else f"{value}_other" if isinstance(value, str) else value * 2 + 1
-
-
 def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg, world):
     put(cfg, "saved")
-    for key, known in KEYS.items():
-        if key in ("run.dir", "run.overwrite"):
-            continue
-        section, name = key.split(".")
-        ran = config.flat(cfg)[key]
-        part = dataclasses.replace(getattr(cfg, section), **{name: changed(ran)})
-        found = outcome(dataclasses.replace(cfg, **{section: part}), world)
+    for key in KEYS.keys() - {"run.dir", "run.overwrite"}:
+        found = outcome(with_another(cfg, key), world)
         words = f"holds a run of another config or data: {key}="
-        assert found == "from step_000000004" if known.resume else words in found and f", there {ran!r}; " in found, key
+        assert found == "from step_000000004" if KEYS[key].resume else words in found, key
     for key in COUNTS:
         assert f"data: {key}=51, there {COUNTS[key]};" in outcome(cfg, world, sizes=COUNTS | {key: 51})
 
@@ -155,16 +145,15 @@ def test_of_a_switch_only_what_begins_after_the_checkpoint_may_change(cfg, world
 
 
 def test_a_run_is_extended_only_by_what_lets_it_train_on(cfg, world):
-    """How it ended, train.max_samples and eval.target: whether it goes on."""
+    """Its last loss, train.max_samples and eval.target: whether it goes on."""
     cases = [
-        ({}, 49, 0.0, True),
-        ({}, 48, 0.0, False),
-        ({}, 96, 0.5, False),
-        ({}, 96, 0.4, True),
-        ({"val_loss": None}, 96, 0.6, True),
+        (0.5, 48, 0.0, False),
+        (0.5, 96, 0.5, False),
+        (0.5, 49, 0.4, True),
+        (None, 49, 0.6, True),
     ]
-    for number, (end, most, target, goes_on) in enumerate(cases):
+    for number, (loss, most, target, goes_on) in enumerate(cases):
         own = config_file.replace(cfg, run__dir=f"{cfg.run.dir}_{number}")
-        put(own, "finished", **end)
+        put(own, "finished", loss)
         found = outcome(config_file.replace(own, train__max_samples=most, eval__target=target), world)
-        assert found == "from step_000000004" if goes_on else "holds a finished run" in found, (end, most, target)
+        assert found == "from step_000000004" if goes_on else "holds a finished run" in found, (loss, most, target)
