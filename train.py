@@ -130,17 +130,14 @@ def main(argv: list[str]) -> int:
                     else:
                         gallery.draw(state, alive.at)  # a run that breaks off in a drawing repeats it
                 if schedule.evaluates(state.samples, cfg):
-                    loss = report.val_loss_at(state.samples)  # a resumed run may have it already
-                    if loss is None:
-                        begin = time.perf_counter()
-                        log.eval_start(state.samples)
-                        result = validation_loss(steps, val_set, state.samples, alive.at)
-                        log.eval_stop(state.samples, result.loss)
-                        report.evaluation(state.samples, result, time.perf_counter() - begin)
-                        if warning := convergence.warning(cfg, report.val_curve):
-                            report.say(warning)
-                        loss = result.loss
-                    reached = loss <= cfg.eval.target
+                    begin = time.perf_counter()
+                    log.eval_start(state.samples)
+                    result = validation_loss(steps, val_set, state.samples, alive.at)
+                    log.eval_stop(state.samples, result.loss)
+                    report.evaluation(state.samples, result, time.perf_counter() - begin)
+                    if warning := convergence.warning(cfg, report.val_curve):
+                        report.say(warning)
+                    reached = result.loss <= cfg.eval.target
                 if reached or state.samples >= cfg.train.max_samples:
                     break
                 log.block_start(state.samples)

@@ -29,7 +29,6 @@ NOTICE = b"\nCtrl-C: the run ends after one more step; a second Ctrl-C ends it a
 HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
 OWN = (f"{HOME}train.py", f"{HOME}eval.py", f"{HOME}flux_ref/")
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it
-COMPILERS = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py", "triton/compiler/")
 
 
 class Alive:
@@ -85,15 +84,15 @@ class Alive:
 
     def stuck(self) -> str:
         """Where this rank stands, in words."""
-        text = f"no progress for {self.limit_s:g} s since {self.place}"
-        frames = sys._current_frames()
-        files = [frame.f_code.co_filename for top in frames.values() for frame, _ in traceback.walk_stack(top)]
-        if any(name in file for name in COMPILERS for file in files):
-            return f"{text}: torch compiles; a greater run.hang_s gives it more time"
-        stack = traceback.walk_stack(frames[threading.main_thread().ident or 0])
-        places = [f"{frame.f_code.co_filename}:{line}" for frame, line in stack]
-        own = [place.removeprefix(HOME) for place in places if place.startswith(OWN)]
-        return f"{text}, now at {[*own, 'an unknown line'][0]}; this rank, another one, the network or a device hangs"
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+        own = [
+            f"{frame.filename.removeprefix(HOME)}:{frame.lineno}" for frame in stack if frame.filename.startswith(OWN)
+        ]
+        line = own[-1] if own else "an unknown line"
+        return (
+            f"no progress for {self.limit_s:g} s since {self.place}, now at {line}; this rank, another one, the network"
+            " or a device hangs. If torch still compiles, a greater run.hang_s gives it more time"
+        )
 
     def _end(self, reason: str) -> None:
         rank = os.environ.get("RANK", 0)

@@ -245,8 +245,7 @@ class Saver:
         rows = rows_of(state)
         for key, copy in self.host.items():
             copy.local.copy_(rows[key].local, non_blocking=True)
-        copied = ranks.record_copy_event(self.world.device)
-        wait_for_copy = copied.synchronize if copied else lambda: None
+        wait_for_copy = ranks.end_of_copies(self.world.device)
         self.thread = threading.Thread(target=self._save, args=(info, wait_for_copy), daemon=True)
         self.thread.start()
 

@@ -60,7 +60,7 @@ class HostBatch:
             for name, tensor in self.tensors.items()
         }
         self.work: list[Future] = []  # of the threads that fill it
-        self.copied: Any = None  # the end of an asynchronous copy from the buffer, which `synchronize` waits for
+        self.wait_for_copy: Callable[[], object] = lambda: None  # until asynchronous copies from the buffer have ended
 
 
 def read_ahead(
@@ -74,8 +74,7 @@ def read_ahead(
     """
 
     def fill_row(batch: HostBatch, i: int, item: Any) -> None:
-        if batch.copied is not None:
-            batch.copied.synchronize()
+        batch.wait_for_copy()
         fill(batch.rows, i, item)
 
     pool = ThreadPoolExecutor(workers)
@@ -115,7 +114,7 @@ def copy_next(feed: Iterator[HostBatch], static: Batch) -> float:
         waited = 0.0
     for name, tensor in static.items():
         tensor.copy_(host.tensors[name], non_blocking=True)
-    host.copied = ranks.record_copy_event(device)
+    host.wait_for_copy = ranks.end_of_copies(device)
     return waited
 
 

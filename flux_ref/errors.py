@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it, 128 + the number of a signa
 import argparse
 import errno
 import importlib
+import io
 import json
 import os
 import re
@@ -13,11 +14,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn
 
 BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 LINGER_S = 5.0  # torchrun ends all ranks when one ends; the rank that knows the reason must print it before
@@ -92,9 +93,11 @@ def package(name: str, use: str) -> ModuleType:
 
 def run(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run a command and return its exit code. name: of the command, for its message."""
-    with lasting_terminal():
+    with redirect_stdout(Terminal(sys.stdout)), redirect_stderr(Terminal(sys.stderr)):
         try:
-            return task(argv)
+            code = task(argv)
+            sys.stdout.flush()
+            return code
         except (Exception, KeyboardInterrupt) as error:
             stop = in_words(error)
             if stop is None:
@@ -155,9 +158,14 @@ def complain(name: str, stop: Stop) -> None:
 
 
 class Terminal:
-    """A stream whose reader may go away, as `| tee` does at Ctrl-C. What follows is then written nowhere."""
+    """A stream whose reader may go away, as `| tee` does at Ctrl-C. What follows is then written nowhere.
 
-    def __init__(self, stream: TextIO):
+    A letter that the stream cannot show is escaped.
+    """
+
+    def __init__(self, stream: Any):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
         self.stream = stream
 
     def __getattr__(self, name: str) -> object:
@@ -177,22 +185,6 @@ class Terminal:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
             if not isinstance(error, BrokenPipeError):
                 raise OSError(error.errno, error.strerror, self.stream.name) from None  # <stdout>, on a full disk
-
-
-@contextmanager
-def lasting_terminal() -> Iterator[None]:
-    """In this block nothing ends because the program that reads stdout or stderr ends, or cannot show a letter."""
-    before = sys.stdout, sys.stderr
-    for stream in before:
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = map(Terminal, before)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            sys.stdout.flush()
-        sys.stdout, sys.stderr = before
 
 
 def told(error: OSError) -> str:

@@ -112,8 +112,7 @@ def threads(size: int, device: torch.device) -> int:
     """
     if size > 1 or device.type != "cpu":
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MOST_THREADS, cores)
+    return min(MOST_THREADS, torch.get_num_threads())
 
 
 def replica_count(wanted: int, nodes: list[str]) -> int:
@@ -137,9 +136,8 @@ def replica_count(wanted: int, nodes: list[str]) -> int:
 
 def make_mesh(kind: str, size: int, replicate: int) -> DeviceMesh:
     """All ranks as shards of one copy, or as (replicate, shard): shard inside a node, replicate across."""
-    if replicate == 1:
-        return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
-    return init_device_mesh(kind, (replicate, size // replicate), mesh_dim_names=("replicate", "shard"))
+    shape = (size,) if replicate == 1 else (replicate, size // replicate)
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 def _fresh_store(rank: int, size: int) -> dist.Store:
@@ -271,26 +269,13 @@ def gather_later(tensor: Tensor) -> Callable[[], list[list[float]]]:
     dist.all_gather(list(parts), tensor)
     host = torch.empty(parts.shape, dtype=parts.dtype, pin_memory=tensor.device.type != "cpu")
     host.copy_(parts, non_blocking=True)
-    arrived = record_copy_event(tensor.device)
+    wait = end_of_copies(tensor.device)
 
     def read() -> list[list[float]]:
-        if arrived:
-            arrived.synchronize()
+        wait()
         return host.tolist()
 
     return read
-
-
-@dataclass(frozen=True)
-class _Copied:
-    """The end of an asynchronous copy. Any thread may wait for it."""
-
-    event: torch.Event
-    device: torch.device
-
-    def synchronize(self) -> None:
-        torch.accelerator.set_device_index(self.device.index)  # a new thread would be on device 0
-        self.event.synchronize()
 
 
 def host_group(name: str) -> dist.ProcessGroup:
@@ -300,11 +285,15 @@ def host_group(name: str) -> dist.ProcessGroup:
     return group
 
 
-def record_copy_event(device: torch.device) -> _Copied | None:
-    """A mark behind the copies that were just enqueued. None on the CPU, where a copy is done when it returns."""
+def end_of_copies(device: torch.device) -> Callable[[], None]:
+    """A function that waits for the copies that were just enqueued. Any thread may call it."""
     if device.type == "cpu":
-        return None
-    # Several threads may wait, and none shall spin. torch.Event ignores `blocking`.
-    event = torch.get_device_module(device).Event(blocking=True)
+        return lambda: None
+    event = torch.get_device_module(device).Event(blocking=True)  # no thread spins; torch.Event ignores `blocking`
     event.record()
-    return _Copied(event, device)
+
+    def wait() -> None:
+        torch.accelerator.set_device_index(device.index)  # a new thread would be on device 0
+        event.synchronize()
+
+    return wait

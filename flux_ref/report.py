@@ -70,19 +70,17 @@ class Reporter:
         cfg = self.cfg
         world = self.world
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
-        shards = world.size // world.replicas
         micro = config.micro_batch(cfg, world.size)
         parts = cfg.train.global_batch // (world.size * micro)
         compute, *sides = arithmetic_of(cfg).describe(micro, world.device)
-        weights = f"init.weights={cfg.init.weights}" if cfg.init.weights else f"drawn from train.seed={cfg.train.seed}"
+        weights = cfg.init.weights or f"drawn from train.seed={cfg.train.seed}"
         validation = f"{val_count:,} in {cfg.data.val}" if cfg.data.val else "none"
         megabytes = bytes_per_parameter(cfg.optim) * 1e-6 * parameters
         size = f" (a checkpoint: {megabytes:,.0f} MB)" if cfg.checkpoint.save else ""
         lines = (
-            f"flux_ref {cfg.name}: FLUX.1 of {parameters:,} parameters, {cfg.model.double_blocks} +"
-            f" {cfg.model.single_blocks} blocks",
-            f"  ranks   {world.size} x {device_name(world.device)} (replicas x shards: {world.replicas} x {shards}),"
-            f" torch {torch.__version__}",
+            f"flux_ref {cfg.name}: FLUX.1 of {parameters:,} parameters",
+            f"  ranks   {world.size} x {device_name(world.device)} (replicas x shards: {world.replicas} x"
+            f" {world.mesh.size(-1)}), torch {torch.__version__}",
             f"  compute {compute}; attention kernel: {attention_kernel(cfg, world.device)}",
             f"  steps   {graphs.mode(cfg, world.device)}",
             f"  batch   {cfg.train.global_batch}: ranks x samples x micro-batches: {world.size} x {micro} x {parts}",
@@ -103,17 +101,17 @@ class Reporter:
     def resume(self, step: int, samples: int) -> None:
         """Read the records of the run up to its checkpoint, and cut off later ones. Collective. Raises: Refusal.
 
-        The run repeats what came after the checkpoint, with the same results.
+        The run repeats what came after the checkpoint was saved, with the same results.
         """
         with ranks.agreed():
             if self.speaks:
                 trained = records(self.folder / "metrics.jsonl", samples)
-                evaluated = records(self.folder / "eval.jsonl", samples)
+                repeated = schedule.evaluates(samples, self.cfg)  # the evaluation at the checkpoint
+                evaluated = records(self.folder / "eval.jsonl", samples - repeated)
                 write_records(self.folder / "metrics.jsonl", trained)
                 write_records(self.folder / "eval.jsonl", evaluated)
                 self.train_curve = [(record["samples"], record["loss"]) for record in trained]
                 self.val_curve = [(record["samples"], record["val_loss"]) for record in evaluated]
-        self.val_curve = ranks.gather_objects(self.val_curve)[0]
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
 
     def begin(self, samples: int, val_count: int, warm_s: float) -> None:
@@ -189,10 +187,6 @@ class Reporter:
         """
         self.settle()
         require_finite(ranks.gather(health.first_bad), self.cfg)
-
-    def val_loss_at(self, samples: int) -> float | None:
-        """The validation loss that a resumed run has recorded at this point already; the same on every rank."""
-        return dict(self.val_curve[-1:]).get(samples)
 
     def evaluation(self, samples: int, result: Validation, seconds: float) -> None:
         """Record and print the result of an evaluation that took so many seconds."""

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -51,19 +50,12 @@ def test_only_time_in_which_the_process_ran_counts(monkeypatch):
         assert 10 + pause - 1 < ended(monkeypatch, 10.0, {5: pause}) <= 11 + pause
 
 
-def test_a_stuck_rank_names_its_line_and_that_it_compiles():
+def test_a_stuck_rank_names_its_line_and_the_key_that_gives_a_compiler_more_time():
     with Alive("train.py", 7.0) as timer:
         timer.mark("the end of step 9")
-        assert re.match(r"no progress for 7 s since the end of step 9, now at flux_ref/alive.py:\d+;", timer.stuck())
-        begun, done = threading.Event(), threading.Event()
-        code = compile("def work():\n    begun.set()\n    done.wait()\n", "torch/_inductor/compile_fx.py", "exec")
-        exec(code, names := {"begun": begun, "done": done})
-        threading.Thread(target=names["work"]).start()  # a backward pass compiles in a thread of its own
-        begun.wait()
-        try:
-            assert "torch compiles; a greater run.hang_s gives it more time" in timer.stuck()
-        finally:
-            done.set()
+        said = timer.stuck()
+    assert re.match(r"no progress for 7 s since the end of step 9, now at flux_ref/alive.py:\d+; this rank, ", said)
+    assert "a greater run.hang_s gives it more time" in said
 
 
 def test_what_is_a_second_ctrl_c(monkeypatch, capfd):

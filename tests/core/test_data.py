@@ -235,7 +235,7 @@ def test_a_buffer_is_filled_only_once_its_copy_has_ended_and_closing_does_not_wa
     for ends in (True, False):
         source, ended = Source(micro, buffers=1), threading.Event()
         feed = source.feed()
-        next(feed).copied = SimpleNamespace(synchronize=ended.wait)
+        next(feed).wait_for_copy = ended.wait
         if ends:
             threading.Timer(0.1, ended.set).start()
             begin = time.perf_counter()
@@ -263,7 +263,7 @@ def test_waiting_for_data_counts_while_the_device_is_idle(micro, monkeypatch):
     assert 0.04 < copy_next(source.feed(), static) < 1.0  # four rows for each of three workers
     assert static["t"].tolist() == list(range(BATCH))
     busy = {name: SimpleNamespace(device=torch.device("cuda"), copy_=lambda *_, **__: None) for name in static}
-    monkeypatch.setattr("flux_ref.data.ranks.record_copy_event", lambda device: None)
+    monkeypatch.setattr("flux_ref.data.ranks.end_of_copies", lambda device: int)
     for done in (False, True):
         event = SimpleNamespace(record=lambda: None, query=lambda done=done: done)
         monkeypatch.setattr(torch, "Event", lambda kind, event=event: event)

@@ -84,15 +84,15 @@ def test_waiting_for_a_copy_from_a_device_does_not_spin(monkeypatch):
     event = SimpleNamespace(record=lambda: None)
     module = SimpleNamespace(Event=lambda **options: asked.append(options) or event)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    ranks.record_copy_event(torch.device("cuda", 0))
+    ranks.end_of_copies(torch.device("cuda", 0))
     assert asked == [{"blocking": True}]
 
 
 def test_a_rank_alone_on_a_cpu_takes_a_few_cores_and_other_ranks_one(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     cpu = torch.device("cpu")
     assert (ranks.threads(1, cpu), ranks.threads(2, cpu), ranks.threads(1, torch.device("meta"))) == (3, 1, 1)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     assert ranks.threads(1, cpu) == ranks.MOST_THREADS
 
 

@@ -112,6 +112,9 @@ class Cluster:
         own.mkdir(exist_ok=True)
         mounted = f'mount --bind {own} {self.disk}; exec "$@"'
         self._start(node, "unshare", "-m", "bash", "-c", mounted, "-", daemon("slurmd"), "-D", "-N", node)
+        self.until_idle(node)
+
+    def until_idle(self, node: str) -> None:
         self.until(lambda: self.run("sinfo", "-hNn", node, "-o", "%t", check=False) == "idle\n")
 
     def __exit__(self, *_) -> None:

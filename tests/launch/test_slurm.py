@@ -136,7 +136,7 @@ def test_damaged_data_a_refusal_and_a_run_that_breaks_again_and_again_end_the_jo
     assert "exit code 2: train.py: optim.lr=-1" in said and "run 0 was refused" in said
     assert len(list(job.results.glob("logs/run_0.*"))) == 1
     said = submit("--optim.lr=1e15", "--train.max_samples=120", FAULTS="1").wait("FAILED")
-    assert len(re.findall(r"run 0: n\d, rank \d, exit code 3: .*not finite", said)) >= 2
+    assert re.search(r"run 0: n\d, rank \d, exit code 3: .*not finite", said)
     assert "ends: more than 1 faults" in said
 
 
@@ -156,6 +156,7 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on_without_a_drai
         job.wait()
     finally:
         cluster.run("scontrol", "update", "NodeName=n2", "State=resume")
+        cluster.until_idle("n2")
     assert "since the last start n2 is drained (memory errors)" in (job.results / "faults.txt").read_text()
     assert f"from step {saved} " in (job.results / "result_0.txt").read_text()
     job.require_moved()

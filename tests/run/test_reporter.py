@@ -47,8 +47,7 @@ def reporting(micro, tmp_path, monkeypatch):
     def make(kind: str) -> tuple[Reporter, list[str]]:
         folder = tmp_path / kind
         folder.mkdir()
-        mark = None if kind == "cpu" else SimpleNamespace(synchronize=lambda: read.append("read"))
-        monkeypatch.setattr(ranks, "record_copy_event", lambda device: mark)
+        monkeypatch.setattr(ranks, "end_of_copies", lambda device: lambda: read.append("read"))
         cfg = config_file.replace(micro, run__dir=str(folder))
         own = SimpleNamespace(rank=0, size=1, device=SimpleNamespace(type=kind), nodes=["one"])
         made.append(Reporter(cfg, own, lambda line: None))
