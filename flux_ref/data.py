@@ -136,9 +136,9 @@ class SampleSet:
         self.cfg = cfg
         self.rank = rank
         self.size = size
-        folder = getattr(cfg.data, split)
+        folder = cfg.data.val if split == "val" else cfg.data.train or "."
         wanted = getattr(cfg.data, f"{split}_count")
-        self.shards = shards.ShardSet(folder, shards.layout(cfg.model), split)
+        self.shards = shards.ShardSet(folder, shards.layout(cfg.model))
         if folder and wanted not in (0, len(self.shards)):
             raise Refusal(
                 f"{folder} holds {len(self.shards)} samples, data.{split}_count={wanted} asks for {wanted}; set it to"

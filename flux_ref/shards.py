@@ -173,15 +173,14 @@ def _members(content: bytes) -> dict[str, memoryview]:
 class ShardSet:
     """A data set as one sequence of samples, in the order of its shards."""
 
-    def __init__(self, folder: str | Path, layout: Layout, split: str = "train"):
+    def __init__(self, folder: str | Path, layout: Layout):
         """Look at names and sizes alone: no shard of the right size is opened (spec: not before run_start).
 
-        split: "train" or "val", for a folder that holds both, as `energon prepare` leaves it.
-        The folder "" of "val" holds no samples.
+        folder: "" holds no samples.
         Raises: Refusal for a missing or empty folder and for a shard whose size does not fit.
         """
         self.layout = layout
-        self.paths = paths_of(Path(folder), split) if folder or split == "train" else []
+        self.paths = paths_of(Path(folder)) if folder else []
         self.shards = [Shard(path, layout) for path in self.paths]
         # The index of each shard's first sample, and at the end the number of samples.
         self.first = np.cumsum([0, *(shard.count for shard in self.shards)])
@@ -214,10 +213,8 @@ class ShardSet:
         return self.shards[number].read(index - int(self.first[number]), rows)
 
 
-def paths_of(folder: Path, split: str) -> list[Path]:
+def paths_of(folder: Path) -> list[Path]:
     """The shards of a folder, in order. Raises: Refusal."""
-    if (folder / ".nv-meta").is_dir():  # `energon prepare` has been here, and leaves train/ and val/ as they are
-        folder = folder / split
     if not folder.is_dir():
         raise Refusal(f"data folder {folder} does not exist; set data.train, data.val or make it first")
     if not (paths := sorted(path for path in folder.glob("*.tar") if not path.name.startswith("."))):

@@ -40,8 +40,8 @@ def shard(folder) -> Path:
     return folder / "shard_000000.tar"
 
 
-def require_as_written(folder: Path, written: list = WRITTEN, layout: Layout = LAYOUT, split: str = "train") -> None:
-    stored = opened(folder, layout, split)
+def require_as_written(folder: Path, written: list = WRITTEN, layout: Layout = LAYOUT) -> None:
+    stored = opened(folder, layout)
     assert len(stored) == len(written)
     for index, sample in enumerate(written):
         rows = layout.rows()
@@ -89,14 +89,6 @@ def test_captions_are_cut_to_a_block_and_never_amid_a_character(tmp_path):
         assert caption.startswith(found) and len(json.dumps(found, ensure_ascii=False).encode()) >= min(
             len(caption), BLOCK - 50
         )
-
-
-def test_a_folder_that_energon_prepared_holds_both_splits(folder, tmp_path):
-    root = tmp_path / "root"
-    (root / ".nv-meta").mkdir(parents=True)
-    folder.rename(root / "val")
-    require_as_written(root, split="val")
-    assert f"{root}/train does not exist" in refusal(opened, root)
 
 
 def test_a_json_may_lack_all_and_the_largest_and_smallest_values_are_read(folder, shard):

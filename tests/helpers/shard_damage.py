@@ -31,8 +31,8 @@ def write_set(root: Path, train: int, val: int) -> None:
     shards.write_empty(root / "empty_encodings", ones)
 
 
-def opened(folder: Path, layout: Layout = LAYOUT, split: str = "train") -> ShardSet:
-    stored = ShardSet(folder, layout, split)
+def opened(folder: Path, layout: Layout = LAYOUT) -> ShardSet:
+    stored = ShardSet(folder, layout)
     stored.open()
     return stored
 

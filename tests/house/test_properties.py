@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flux_ref import config_file, files, shards, tensors, weights
+from flux_ref import config_file, shards, tensors, weights
 from flux_ref.config import KEYS
 from flux_ref.errors import Fault, Refusal
 from flux_ref.shards import BadSample
@@ -102,23 +102,6 @@ def test_a_config(data):
         assert config_file.load(path) == cfg
 
 
-@examples(200)
-@given(st.lists(st.dictionaries(st.sampled_from(["samples", "loss"]), JSON, min_size=1) | JSON, max_size=4), st.data())
-def test_the_records_of_a_run(values, data):
-    def is_record(value: object) -> bool:
-        return isinstance(value, dict) and type(value.get("samples")) is int
-
-    text = "".join(json.dumps(value) + "\n" for value in values).encode()
-    with file_of(text) as path:
-        try:
-            assert json.dumps(files.records(path)) == json.dumps(values)
-            assert all(map(is_record, values))
-        except Refusal:
-            assert not all(map(is_record, values))
-    with file_of(data.draw(damaged(text))) as path, told():
-        assert all(map(is_record, files.records(path)))
-
-
 @examples(100)
 @given(
     st.dictionaries(
@@ -176,22 +159,6 @@ def require_as_tarfile_reads(stored: shards.ShardSet, index: int, content: bytes
         assert np.array_equal(rows[name], np.load(io.BytesIO(want[f"{name}.bytes"])))
     said = json.loads(want["json"])
     assert (meta.timestep, meta.caption) == (said.get("timestep"), str(said.get("caption") or ""))
-
-
-@examples(100)
-@given(st.sampled_from([np.uint16, np.float16, np.float32, np.float64, object]), st.booleans(), st.data())
-def test_the_encodings_of_the_empty_caption(kind, has_batch, data):
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("t5", "clip"):
-            stream = io.BytesIO()
-            np.save(stream, np.ones(((1,) * has_batch) + tuple(shard_damage.LAYOUT.shapes[name]), kind))
-            sound = stream.getvalue()
-            Path(folder, f"{name}_empty.npy").write_bytes(data.draw(damaged(sound, head=128)))
-        with told():
-            for name, bits in shards.read_empty(folder, shard_damage.LAYOUT).items():
-                assert np.load(f"{folder}/{name}_empty.npy").dtype in (np.uint16, np.float16, np.float32)
-                assert np.isfinite(shards.from_bf16_bits(bits)).all()
-                assert bits.shape == shard_damage.LAYOUT.shapes[name]
 
 
 def image(kind: str) -> bytes:

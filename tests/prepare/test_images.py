@@ -164,8 +164,12 @@ def test_too_few_pictures_are_refused_before_encoders_load(nets, tmp_path, capsy
     source = lay_out(tmp_path / "in", count=16)
     with failing(Encoders, "__init__", 1, AssertionError("the folder is looked at first")):
         for place, share, words in (
-            (tmp_path / "absent", 0.0, "absent gives 0 of at least 0 samples of val, 0 of at least 1 samples of train"),
-            (source, 0.0001, "in gives 0 of at least 8 samples of val"),
+            (
+                tmp_path / "absent",
+                0.0,
+                "absent gives 0 samples of training and 0 of validation, want at least 1 and 0; add",
+            ),
+            (source, 0.0001, "and 0 of validation, want at least 1 and 8"),
         ):
             assert words in refused(command(nets, place, tmp_path / "out", share), capsys)
     assert {path.name for path in tmp_path.iterdir()} == {"in"}

@@ -123,8 +123,9 @@ def _require_enough(args: argparse.Namespace, parts: list[Part]) -> None:
         count[_split(picture.name, args.val_share)] += not picture.rejected
         if all(count[split] >= wanted[split] for split in wanted):
             return
-    found = ", ".join(f"{count[split]} of at least {least} samples of {split}" for split, least in wanted.items())
-    raise Refusal(f"--input {args.input} gives {found}; add pictures or change --val-share")
+    found = f"{count['train']} samples of training and {count['val']} of validation"
+    want = f"at least {wanted['train']} and {wanted['val']}"
+    raise Refusal(f"--input {args.input} gives {found}, want {want}; add pictures or change --val-share")
 
 
 def _finish(folder: Path, layout: shards.Layout) -> str:
@@ -145,7 +146,7 @@ def _finish(folder: Path, layout: shards.Layout) -> str:
 
 def _stored(folder: Path, split: str, layout: shards.Layout) -> shards.ShardSet:
     place = _made(folder, split)
-    return shards.ShardSet(place if any(place.iterdir()) else "", layout, "val")
+    return shards.ShardSet(place if any(place.iterdir()) else "", layout)
 
 
 def _in_turns(val: shards.ShardSet) -> Iterator[shards.Sample]:
@@ -168,13 +169,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input", type=Path, required=True, metavar="DIR", help="folder of pictures of 64 pixels or more, or of tars")
     add("--output", type=Path, required=True, metavar="DIR", help="folder to make")
-    text = "part of the pictures that becomes val; 0: none, 1: all (%(default)s)"
-    add("--val-share", type=between(0, 1, float), default=0.05, metavar="SHARE", help=text)
+    add(
+        "--val-share",
+        type=between(0, 1, float),
+        default=0.05,
+        metavar="SHARE",
+        help="part of the pictures that becomes val; 0: none, 1: all (%(default)s)",
+    )
     add("--caption-column", default="text", metavar="NAME", help="captions in metadata.jsonl or .csv (%(default)s)")
-    text = "folder of the encoders, as in FLUX.1-schnell's repository (%(default)s)"
-    add("--model", type=Path, default=Path("FLUX.1-schnell"), metavar="DIR", help=text)
-    text = "of the text encoders; in fp32 T5-XXL takes 19 GB on each rank (%(default)s)"
-    add("--dtype", choices=tuple(sharding.DTYPES), default="fp32", help=text)
+    add(
+        "--model",
+        type=Path,
+        default=Path("FLUX.1-schnell"),
+        metavar="DIR",
+        help="folder of the encoders, as in FLUX.1-schnell's repository (%(default)s)",
+    )
+    add(
+        "--dtype",
+        choices=tuple(sharding.DTYPES),
+        default="fp32",
+        help="of the text encoders; in fp32 T5-XXL takes 19 GB on each rank (%(default)s)",
+    )
     add("--batch", type=job.number, default=32, metavar="N", help="pictures encoded at a time (%(default)s)")
     add("--config", metavar="FILE", help="use the sizes of this config's model (FLUX.1-schnell's)")
 

@@ -22,7 +22,12 @@ from flux_ref.schedule import TIMESTEPS
 from flux_ref.shards import NPY_HEADER, PER_SHARD, Layout
 from tools.prepare import job
 
-COLUMNS = {"t5": "t5_encodings", "clip": "clip_encodings", "mean": "mean", "logvar": "logvar"}  # of each member
+COLUMNS = {  # of each member
+    "t5": "t5_encodings",
+    "clip": "clip_encodings",
+    "mean": "mean",
+    "logvar": "logvar",
+}
 Row = tuple[dict[str, np.ndarray], int | None]
 THREADS = 2  # a disk serves no more writers better
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -31,9 +36,10 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 def arrow_files(source: Path) -> list[Path]:
     """The files of a folder, in order. Raises: Refusal if one is missing."""
     paths = sorted(source.glob("data-*.arrow"))
-    names = [f"data-{number:05d}-of-{len(paths):05d}.arrow" for number in range(len(paths))]
+    count = len(paths)
+    names = [f"data-{number:05d}-of-{count:05d}.arrow" for number in range(count)]
     if not paths or [path.name for path in paths] != names:
-        raise Refusal(f"{source} holds {len(paths)} files data-*.arrow, which are not all of one set; download all")
+        raise Refusal(f"{source} holds {count} files data-*.arrow, which are not all of one set; download all")
     return paths
 
 
@@ -58,7 +64,9 @@ def read_table(path: Path):
 def read_row(table, row: int, split: str, layout: Layout, path: Path) -> Row:
     """(the bf16 bits in a row, not copied; its timestep: 0 to 7 for val, None for train). Raises: Refusal."""
     where = f"{path}, row {row}"
-    timestep = table["timestep"][row].as_py() if "timestep" in table.column_names else None
+    timestep = None
+    if "timestep" in table.column_names:
+        timestep = table["timestep"][row].as_py()
     if timestep not in (range(TIMESTEPS) if split == "val" else [None]):
         want = f"0 to {TIMESTEPS - 1}" if split == "val" else "none"
         raise Refusal(f"{where}: timestep {timestep!r}, want {want}; is this the {split} split?")
@@ -75,7 +83,8 @@ def read_row(table, row: int, split: str, layout: Layout, path: Path) -> Row:
                 f"{where}: {column} ({len(blob)} bytes, {head.strip()!r}) is no .npy file of uint16"
                 f" {layout.shapes[member]} in C order; download it again, or give the --config of its model"
             )
-        members[member] = np.frombuffer(blob, np.uint16, offset=NPY_HEADER).reshape(layout.shapes[member])
+        bits = np.frombuffer(blob, np.uint16, offset=NPY_HEADER)
+        members[member] = bits.reshape(layout.shapes[member])
     return members, timestep
 
 
@@ -83,7 +92,8 @@ def read_rows(counts: dict[Path, int], wanted: range, split: str, layout: Layout
     """`read_row` of each wanted sample, across files. counts: the rows of each file. Raises: Refusal."""
     first = 0
     for path, count in counts.items():
-        here = range(max(wanted.start, first), min(wanted.stop, first + count))
+        begin = max(wanted.start, first)
+        here = range(begin, min(wanted.stop, first + count))
         table = read_table(path) if here else None
         for index in here:
             yield read_row(table, index - first, split, layout, path)
@@ -104,8 +114,9 @@ def run(args: argparse.Namespace) -> int:
     final = args.output / split
     layout = shards.layout(job.config(args.config).model)
     job.require_new(final)  # before all rows are counted
+    paths = arrow_files(args.input)
     counts = {}
-    for path in progress(arrow_files(args.input), desc=f"counting {args.input.name}", unit=" files", leave=False):
+    for path in progress(paths, desc=f"counting {args.input.name}", unit=" files", leave=False):
         table = read_table(path)
         counts[path] = len(table)
         if len(table):  # tells another model's samples before anything is written
@@ -117,7 +128,12 @@ def run(args: argparse.Namespace) -> int:
         empty = shards.read_empty(source, layout)
 
     listed = [[path.name, path.stat().st_size, rows] for path, rows in counts.items()]
-    made_from = {"split": split, "per_shard": PER_SHARD, "shapes": layout.shapes, "files": listed}
+    made_from = {
+        "split": split,
+        "per_shard": PER_SHARD,
+        "shapes": layout.shapes,
+        "files": listed,
+    }
     with job.growing(final, made_from) as folder:
         if empty:
             shards.write_empty(args.output / source.name, empty)

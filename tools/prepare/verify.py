@@ -30,7 +30,12 @@ THREADS = min(8, os.cpu_count() or 1)
 # Far beyond real data, yet random bf16 are sure to leave these ranges. T5's outputs lie in -7 .. 3 (black-forest-labs/
 # flux issue 472), CLIP's in the tens; a latent's standard deviation is 1 / latents.SCALE = 2.8. Diffusers clamps logvar
 # to -30 .. 20, BFL's autoencoder does not.
-PLAUSIBLE = {"t5": (-1e3, 1e3), "clip": (-1e3, 1e3), "mean": (-1e3, 1e3), "logvar": (-100.0, 20.0)}
+PLAUSIBLE = {
+    "t5": (-1e3, 1e3),
+    "clip": (-1e3, 1e3),
+    "mean": (-1e3, 1e3),
+    "logvar": (-100.0, 20.0),
+}
 
 
 @dataclass
@@ -50,11 +55,14 @@ def look(path: Path, advance: job.Advance, fast: bool, layout: Layout) -> Report
         shard = Shard(path, layout)
         shard.open()
         report.samples = shard.count
-        for position in sorted({0, shard.count - 1}) if fast else range(shard.count):
+        positions = sorted({0, shard.count - 1}) if fast else range(shard.count)
+        for position in positions:
             where = f"{path}, sample {position}"
             try:
                 report.seen.append((shard.read(position, rows), where))
-                report.problems += [f"{where}: {what}" for name in MEMBERS if (what := implausible(name, rows[name]))]
+                for name in MEMBERS:
+                    if what := implausible(name, rows[name]):
+                        report.problems.append(f"{where}: {what}")
             except BadSample as error:
                 report.problems.append(str(error))
             advance(layout.stride)
@@ -77,7 +85,7 @@ def implausible(name: str, bits: np.ndarray) -> str:
 def find_shards(folder: Path) -> tuple[list[Path], list[str]]:
     """The shards of a folder, and what is wrong: their numbers must run from 0."""
     try:
-        paths = shards.paths_of(folder, "")
+        paths = shards.paths_of(folder)
     except Refusal as error:
         return [], [str(error)]
     for number, path in enumerate(paths):
@@ -121,7 +129,9 @@ def run(args: argparse.Namespace) -> int:
     layout = shards.layout(cfg.model)
     wanted = {"train": cfg.data.train_count, "val": cfg.data.val_count}
     folders = {name: args.dir / name for name in wanted if (args.dir / name).is_dir()}
-    folders = folders or {"val" if args.dir.resolve().name == "val" else "train": args.dir}
+    if not folders:
+        split = "val" if args.dir.resolve().name == "val" else "train"
+        folders = {split: args.dir}
     task = functools.partial(look, fast=args.fast, layout=layout)
     problems = []
     lines = []
@@ -141,8 +151,10 @@ def run(args: argparse.Namespace) -> int:
             problems += unequal_turns(folder, seen)
         lines.append(f"{split}: {samples:,} samples in {len(paths)} shards")
     empty = args.dir / "empty_encodings"
+    if not empty.is_dir():
+        empty = args.dir.resolve().parent / empty.name
     try:
-        shards.read_empty(empty if empty.is_dir() else args.dir.resolve().parent / empty.name, layout)
+        shards.read_empty(empty, layout)
     except Refusal as error:
         problems.append(str(error))
 
