@@ -159,15 +159,18 @@ class Precision(Arithmetic):
 
     def describe(self, rows: int, device: torch.device) -> list[str]:
         arch = fp8.architecture(device) if self.cfg.precision.native else ""
-        names = Counter(
-            kernel(arch, stage.pairs[layer.name][product], sizes) or "emulated"
-            for stage in self.stages
-            for layer in policy.layers(self.cfg.model).values()
-            for product, sizes in layer.sizes(rows).items()
-            if way(stage.pairs[layer.name]) == "blocks" and any(stage.pairs[layer.name][product])
-        )
-        counts = ", ".join(f"{count} {name}" for name, count in names.items())
-        return policy.describe(self.cfg) + ([f"  kernels of blocks, all stages: {counts}"] if counts else [])
+        validation = "as in training, with dynamic scales" if self.cfg.precision.eval else self.cfg.parallel.dtype
+        lines = [f"{', then '.join(stage.preset for stage in self.stages)}; validation {validation}"]
+        kernels: Counter[str] = Counter()
+        for stage in self.stages:
+            lines.append(f"  from {stage.first * self.cfg.train.global_batch:,} samples on: {stage.preset}")
+            lines += [f"    {count:>4} {product}: {sides}" for (product, sides), count in stage.counts.items()]
+            for layer in policy.layers(self.cfg.model).values():
+                pairs = stage.pairs[layer.name]
+                cast = [name for name in pairs if way(pairs) == "blocks" and any(pairs[name])]
+                kernels.update(kernel(arch, pairs[name], layer.sizes(rows)[name]) or "emulated" for name in cast)
+        counts = ", ".join(f"{count} {name}" for name, count in kernels.items())
+        return [*lines, f"  kernels of blocks, all stages: {counts}"] if counts else lines
 
     def switched(self, step: int) -> str:
         stage = self.stage(step)

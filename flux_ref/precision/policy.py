@@ -332,14 +332,3 @@ def narrowest(cfg: Config, *products: str) -> str | None:
     counted = [item for stage in stages(cfg) for item in stage.counts]
     text = " ".join(sides for product, sides in counted if product in (products or PRODUCTS))
     return next((name for word, name in LOGGED.items() if word in text), None)
-
-
-def describe(cfg: Config) -> list[str]:
-    """What a run computes with, in words: one line, and more lines for each stage."""
-    found = stages(cfg)
-    validation = "as in training, with dynamic scales" if cfg.precision.eval else cfg.parallel.dtype
-    lines = [f"{', then '.join(stage.preset for stage in found)}; validation {validation}"]
-    for stage in found:
-        lines.append(f"  from {stage.first * cfg.train.global_batch:,} samples on: {stage.preset}")
-        lines += [f"    {count:>4} {product}: {sides}" for (product, sides), count in stage.counts.items()]
-    return lines

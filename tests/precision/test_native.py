@@ -2,13 +2,12 @@
 
 import math
 from itertools import product
-from typing import NamedTuple
 
 import pytest
 import torch
 from fp8_net import config
 from torch import Tensor
-from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+from torch.nn.functional import SwizzleType, scaled_mm
 from torch.utils.flop_counter import FlopCounterMode
 
 from flux_ref import config_file
@@ -24,19 +23,6 @@ PAIRS = [  # of every kernel
     for left, right in product(SIDES, repeat=2)
     if (name := blocks.kernel(arch, (SIDES[left], SIDES[right]), (M, N, K)))
 ]
-
-
-class Call(NamedTuple):
-    """What scaled_mm is given."""
-
-    mat_a: Tensor
-    mat_b: Tensor
-    scale_a: list[Tensor]
-    recipe_a: list[ScalingType]
-    scale_b: list[Tensor]
-    recipe_b: list[ScalingType]
-    swizzle_a: list[SwizzleType]
-    swizzle_b: list[SwizzleType]
 
 
 def meant(codes: Tensor, scales: list[Tensor], swizzle: list[SwizzleType]) -> Tensor:
@@ -64,12 +50,11 @@ def seen(monkeypatch) -> list:
     """The calls of a device, for which a CPU stands in, each with what its sides mean."""
     found = []
 
-    def multiply(*given, output_dtype) -> Tensor:
-        call = Call(*given)
-        left = meant(call.mat_a, call.scale_a, call.swizzle_a)
-        right = meant(call.mat_b.t(), call.scale_b, call.swizzle_b)
-        found.append((call, left, right))
-        return (left @ right.t()).to(output_dtype)
+    def multiply(*call, output_dtype) -> Tensor:
+        a, b, a_scales, _, b_scales, _, *swizzles = call
+        sides = meant(a, a_scales, swizzles[0]), meant(b.t(), b_scales, swizzles[1])
+        found.append((call, *sides))
+        return (sides[0] @ sides[1].t()).to(output_dtype)
 
     monkeypatch.setattr(blocks, "scaled_mm", multiply)
     return found
@@ -95,7 +80,7 @@ def multiplied(name: str, sides: tuple[str, str], x: Tensor, w: Tensor) -> Tenso
     return blocks.native(name, *(blocks.scaled(SIDES[side], one) for side, one in zip(sides, (x, w))))
 
 
-def torch_refuses(call: Call) -> bool:
+def torch_refuses(call: tuple) -> bool:
     """Whether torch's own rules speak against a call. torch 2.14 and later judge a CPU's tensors before the device."""
     try:
         scaled_mm(*call, output_dtype=torch.bfloat16)
@@ -124,17 +109,15 @@ def test_codes_and_scales_of_every_kernel_mean_the_emulated_sides(seen):
 @pytest.mark.skipif(torch.__version__ < (2, 14), reason="before torch 2.14 only devices judge a call")
 def test_torch_takes_the_calls_also_of_the_least_sizes_and_refuses_wrong_ones(seen):
     """torch judges AMD's blocks only where it is built for AMD."""
-    for _, name, sides in PAIRS:
+    for side in ("mxfp8", "mxfp4", "nvfp4"):
+        name = f"blackwell {side}"
         m, n, k = blocks.KERNELS[name].multiples
-        for x, w in (tensors(), (torch.ones(m, k), torch.ones(n, k))):
-            if name.startswith("blackwell") and "2d" not in "".join(sides):
-                multiplied(name, sides, x, w)
-                assert not torch_refuses(seen.pop()[0]), (name, len(x))
-    multiplied("blackwell mxfp8", ("mxfp8", "mxfp8"), *tensors())
-    call, *_ = seen.pop()
-    few = call._replace(scale_a=[call.scale_a[0][:-32]])
-    bare = call._replace(swizzle_a=[blocks.FLAT], swizzle_b=[blocks.FLAT])
-    assert torch_refuses(few) and torch_refuses(bare)
+        for given in (tensors(), (torch.ones(m, k), torch.ones(n, k))):
+            multiplied(name, (side, side), *given)
+            assert not torch_refuses(seen[-1][0]), (name, len(given[0]))
+    a, b, a_scales, *rest, _, _ = seen[0][0]
+    assert torch_refuses((a, b, [a_scales[0][:-32]], *seen[0][0][3:])), "too few scales"
+    assert torch_refuses((a, b, a_scales, *rest, [blocks.FLAT], [blocks.FLAT])), "scales without tiles"
 
 
 def test_sides_and_sizes_decide_what_is_native_and_a_run_says_so(monkeypatch):
@@ -155,15 +138,13 @@ def test_sides_and_sizes_decide_what_is_native_and_a_run_says_so(monkeypatch):
 
 def test_a_tracer_sees_sizes_and_operations(seen):
     """torch's own check of an operator, and the operations that activation budgets weigh."""
-    for name in ("blackwell mxfp8", "blackwell nvfp4"):
-        kernel = blocks.KERNELS[name]
-        x, w = (blocks.scaled(SIDES[name.split()[1]], tensor) for tensor in tensors())
-        with FlopCounterMode(display=False) as counter:
-            blocks.native(name, x, w)
-        assert counter.get_flop_counts()["Global"][torch.ops.flux_ref.native_mm] == 2 * M * N * K
-        arguments = (*blocks.operand(kernel, *x), *blocks.operand(kernel, *w), name)
-        checks = torch.library.opcheck(blocks._device_mm, arguments, test_utils=("test_schema", "test_faketensor"))
-        assert set(checks.values()) == {"SUCCESS"}
+    name = "blackwell nvfp4"
+    sides = [blocks.scaled(SIDES["nvfp4"], tensor) for tensor in tensors()]
+    with FlopCounterMode(display=False) as counter:
+        blocks.native(name, *sides)
+    assert counter.get_flop_counts()["Global"][torch.ops.flux_ref.native_mm] == 2 * M * N * K
+    arguments = [part for side in sides for part in blocks.operand(blocks.KERNELS[name], *side)]
+    torch.library.opcheck(blocks._device_mm, (*arguments, name), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.gpu
