@@ -95,10 +95,14 @@ def test_compiling_needs_a_compiler_of_c(world, monkeypatch, tmp_path):
     sharding.require_compiler(cuda)
 
 
-COMPILED = {"parallel__region_blocks": 2}, {"parallel__activation_budget": 0.5}, {"parallel__activation_budget": 0.0}
-
-
-@pytest.mark.parametrize("values", [pytest.param(one, marks=pytest.mark.slow) for one in COMPILED])
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param({"parallel__region_blocks": 2}, marks=pytest.mark.slow),
+        pytest.param({"parallel__activation_budget": 0.5}, marks=pytest.mark.slow),
+        pytest.param({"parallel__activation_budget": 0.0}, marks=pytest.mark.nightly),  # takes minutes
+    ],
+)
 def test_compiled_equals_eager_with_four_graphs(world, values):
     """One graph each for double and single regions, with and without gradients. Depth adds none."""
     want, want_sums = steps(world, deep(parallel__region_blocks=values.get("parallel__region_blocks", 1)))
@@ -123,6 +127,8 @@ def test_a_new_shape_after_the_warm_up_is_an_error_and_pictures_are_drawn_all_th
         validation_step(state.net, synthetic(cfg.model, 3), sums, cfg)
     with pytest.raises(RuntimeError, match="recompile"):
         validation_step(state.net, synthetic(cfg.model, 5), sums, cfg)
+    runner.close()
+    validation_step(state.net, synthetic(cfg.model, 5), sums, cfg)
 
 
 def test_settings_of_the_compiler_hold_in_every_thread(world):
