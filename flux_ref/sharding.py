@@ -184,7 +184,8 @@ def options(device: torch.device, own: dict[str, object]) -> dict[str, object]:
         "realize_reads_threshold": 8,  # RoPE's gradient is computed where it is used, not stored in fp32
         "max_complex_pointwise_cat_inputs": 0,  # a part of a joint tensor is written where the part is computed
     }
-    return {name: value for name, value in (wanted | own).items() if name in torch._inductor.config._config}
+    known: Any = torch._inductor.config  # a module that torch fills as it is imported
+    return {name: value for name, value in (wanted | own).items() if name in known._config}
 
 
 def require_compiler(device: torch.device) -> None:
