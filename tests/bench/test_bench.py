@@ -6,24 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 from bench_report import report_of
-from conftest import MICRO, data_overrides, refusal
+from conftest import MICRO, data_overrides
 
 from bench import ceiling, common, race, step
 from flux_ref import config_file
-from flux_ref.config import ModelConfig
 from flux_ref.errors import Fault
-from flux_ref.model import parameter_table
 from tools.shared import flops
 
-MODEL = ModelConfig()
 SMALL = config_file.load(MICRO)
 
 
-def test_report_of_a_step_is_whole_and_plausible(tmp_path, shapes_dir, capsys):
+def test_report_of_a_step_is_whole_and_plausible(tmp_path, shapes_dir):
     trace = tmp_path / "trace.json"
     report = report_of(step, tmp_path, "--steps=2", "--warmup=1", f"--profile={trace}", *data_overrides(shapes_dir))
-    shown = capsys.readouterr().out
-    assert all(word in shown for word in ("samples_per_s", "forward", "share_of_ceiling"))
     assert report["command"].startswith("python -m bench.step --config")
     assert {"commit", "torch", "device", "ranks", "load_average", "steps_run"} <= report.keys()
     assert report["config"]["train.global_batch"] == 12
@@ -36,26 +31,8 @@ def test_report_of_a_step_is_whole_and_plausible(tmp_path, shapes_dir, capsys):
     assert tflop["per_sample"] == pytest.approx(flops.per_sample(SMALL.model) / 1e12)
     assert tflop["per_s_per_rank"] == pytest.approx(tflop["per_sample"] * report["samples_per_s"])
     assert 0 < tflop["share_of_ceiling"] < 1 and 0 < report["last_loss"] < 10
-    spent = {kernel["name"]: kernel["ms"] for kernel in report["kernels"]}
-    assert len(spent) == step.TOP and sum(spent.values()) > 0 and any("aten::" in name for name in spent)
+    assert len(report["kernels"]) == step.TOP and any("aten::" in kernel["name"] for kernel in report["kernels"])
     assert json.loads(trace.read_text())["traceEvents"]
-
-
-def test_synthetic_needs_no_data(tmp_path):
-    report_of(step, tmp_path, "--synthetic", "--steps=1", "--warmup=0", *data_overrides(tmp_path / "none"))
-    assert not (tmp_path / "none").exists()
-
-
-def test_products_are_all_of_a_block_that_sees_tokens():
-    """Against the weights themselves: 2 operations per weight and token, three times."""
-    for model in (MODEL, SMALL.model):
-        tokens = {"img": model.image_tokens, "txt": model.text_tokens}
-        flop = 0
-        for name, shape in parameter_table(model).items():
-            if "_blocks" in name and len(shape) == 2 and "mod" not in name:
-                flop += 2 * shape[0] * shape[1] * tokens.get(name.split(".")[2][:3], sum(tokens.values()))
-        total = sum(product.tflop * product.per_step for product in ceiling.products(model, micro_batch=4))
-        assert total == pytest.approx(3 * 4 * flop / 1e12) and total < 4 * flops.per_sample(model) / 1e12
 
 
 def test_timed_products_have_their_sizes_and_layouts(monkeypatch):
@@ -90,6 +67,9 @@ def test_the_rate_of_products_weighs_them_by_their_use(tmp_path, monkeypatch):
     monkeypatch.setattr(ceiling, "MULTIPLE", 1)  # the micro model is smaller
     found = ceiling.ceiling(SMALL, 2, clock)
     calls = 3 * (8 * SMALL.model.double_blocks + 2 * SMALL.model.single_blocks)
+    linears = [op for op in flops.operations(SMALL.model) if "_blocks" in op.part and op.rows > 1]
+    flop = sum(op.times * (op.forward + op.backward) for op in linears if op.name != "attention")
+    assert found["tflop"] == pytest.approx(2 * flop / 1e12), "all products of blocks that see tokens"
     for kind in ("plain", "fp8"):
         assert found[kind]["ms"] == calls
         assert found[kind]["tflop_per_s"] == pytest.approx(found["tflop"] / calls * 1e3)
@@ -107,8 +87,3 @@ def test_a_race_gives_ratios_of_neighbouring_steps_of_the_same_model(tmp_path, m
     monkeypatch.setattr(race, "DiffusersFlux", lambda model: race.OurFlux(replace(model, double_blocks=3)))
     with pytest.raises(Fault, match="not the same model"):
         report_of(race, tmp_path, *short)
-
-
-def test_options_that_mean_nothing_are_refused():
-    for module, option in ((ceiling, "--micro-batches=0"), (ceiling, "--micro-batches=x"), (step, "--steps=0")):
-        assert option.partition("=")[0] in refusal(module.parse, [option])

@@ -3,13 +3,10 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -26,7 +23,6 @@ TESTS = """
     def test_is_skipped(): ran("skipped"); pytest.skip("needs something")
     def test_dies(): ran("dies"); os._exit(9)
     def test_fails(): ran("fails"); assert 1 + 1 == 3
-    def test_waits(): ran("waits"); time.sleep(float(os.environ.get("WAIT_S", "0")))
     @pytest.fixture
     def slow_end():
         yield
@@ -64,74 +60,28 @@ STUB = """
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def project(tmp_path) -> Path:
+def test_every_test_gets_one_outcome_though_some_hang_and_one_dies(tmp_path):
+    """An outcome is final: a call goes on with the test at which the one before was cut short."""
     (tmp_path / "test_some.py").write_text(textwrap.dedent(TESTS))
     (tmp_path / "conftest.py").write_text(SHORT)
-    return tmp_path
-
-
-def start(project: Path, **environment: str) -> subprocess.Popen:
-    plugin = [
-        "-p",
-        "bench.device_tests",
-        "--outcomes=outcomes.jsonl",
-        "-p",
-        "no:faulthandler",
-        "-p",
-        "no:cacheprovider",
-    ]
-    return subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-x", *plugin, "test_some.py"],
-        cwd=project,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def found(project: Path) -> dict[str, dict]:
-    """The last line of each test."""
-    lines = map(json.loads, (project / "outcomes.jsonl").read_text().splitlines())
-    return {line["test"].partition("test_")[2].partition("::test_")[2]: line for line in lines}
-
-
-def test_every_test_gets_one_outcome_though_some_hang_and_one_dies(project):
+    plugin = "-p bench.device_tests --outcomes=outcomes.jsonl -p no:faulthandler -p no:cacheprovider"
+    command = [sys.executable, "-m", "pytest", "-x", *plugin.split(), "test_some.py"]
     code, said = 1, ""
     while code not in (0, 5):
         assert code not in (2, 3, 4), said
-        ended = start(project)
-        _, more = ended.communicate(timeout=100)
-        said, code = said + more, ended.returncode
-    assert {name: line["outcome"] for name, line in found(project).items()} == {
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+        said, code = said + ended.stderr, ended.returncode
+    lines = map(json.loads, (tmp_path / "outcomes.jsonl").read_text().splitlines())
+    found = {line["test"].partition("::test_")[2]: line for line in lines}  # the last of each
+    assert {name: line["outcome"] for name, line in found.items()} == {
         **{"passes": "passed", "hangs": "begun", "is_skipped": "skipped", "dies": "begun"},
-        **{"fails": "failed", "waits": "passed", "never_ends": "begun"},
+        **{"fails": "failed", "never_ends": "begun"},
     }
-    ran = Counter((project / "ran").read_text().split())
-    assert ran.pop("skipped") > 1
-    assert ran == {"passes": 1, "hangs": 2, "dies": 2, "fails": 1, "waits": 1, "never": 2}, "an outcome is final"
-    assert "assert (1 + 1) == 3" in found(project)["fails"]["reason"]
-    assert "needs something" in found(project)["is_skipped"]["reason"] and "in test_hangs" in said
-
-
-def test_a_call_that_is_cut_short_goes_on_with_the_test_that_it_was_at(project):
-    (project / "test_some.py").write_text(textwrap.dedent(TESTS.replace("60", "0").replace("os._exit(9)", "pass")))
-    cut = start(project, WAIT_S="60")
-    cut.wait()  # -x ends it behind test_fails
-    cut = start(project, WAIT_S="60")
-    deadline = time.monotonic() + 60
-    while "waits" not in (project / "ran").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    os.killpg(cut.pid, signal.SIGKILL)
-    cut.communicate()
-    assert found(project)["waits"]["outcome"] == "begun"
-    start(project).communicate()
-    assert found(project)["waits"]["outcome"] == "passed"
-    ran = Counter((project / "ran").read_text().split())
-    assert ran.pop("waits") == 2 and ran.pop("skipped") > 1 and set(ran.values()) == {1}
+    ran = Counter((tmp_path / "ran").read_text().split())
+    assert ran.pop("skipped") > 1 and ran == {"passes": 1, "hangs": 2, "dies": 2, "fails": 1, "never": 2}
+    assert "assert (1 + 1) == 3" in found["fails"]["reason"]
+    assert "needs something" in found["is_skipped"]["reason"] and "in test_hangs" in said
 
 
 def test_without_packages_all_tests_of_a_device_are_collected(tmp_path):
