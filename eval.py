@@ -136,7 +136,8 @@ def evaluate(
                 record["note"] = "noise of evaluation 0, as samples are not known; compare with --eval.noise=fixed"
         if artist:
             place = new_file(options, path)
-            artist.save(artist.paint(steps.net, at), place)
+            if pictures := artist.paint(steps.net, at):  # on rank 0
+                artist.save(pictures, place)
             record["pictures"] = str(place)
         if world.rank == 0:
             print(json.dumps(record) if options.json else text(record))

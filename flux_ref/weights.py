@@ -198,13 +198,12 @@ def find(path: Path, step: int | None = None) -> Path:
     wanted = max(checkpoints, default=None) if step is None else step
     if wanted in checkpoints:
         return checkpoints[wanted]
-    if step is not None or (path / "config.toml").is_file():  # a run
-        steps = ", ".join(map(str, checkpoints)) or "none"
-        raise Refusal(f"{path} holds no checkpoint{'' if step is None else f' of step {step}'}; it has {steps}")
+    if step is not None:
+        raise Refusal(f"{path} holds no checkpoint of step {step}; it has {', '.join(map(str, checkpoints)) or 'none'}")
     for place in (path / "transformer", path):  # of a pipeline, as in FLUX.1-schnell's repository
         if place.is_file() or is_checkpoint(place) or any(place.glob("*.safetensors")):
             return place
-    raise Refusal(f"{path} does not exist or holds no safetensors; {REMEDY}")
+    raise Refusal(f"{path} does not exist, or holds no checkpoint and no safetensors; {REMEDY}")
 
 
 def config_of(path: Path, given: str | None) -> Config:

@@ -144,9 +144,8 @@ class Artist:
             return pictures
 
     def save(self, pictures: list[np.ndarray], path: Path) -> None:
-        """Save the pictures, if this rank has them, above their captions as one PNG."""
-        if pictures:
-            sheet.save(pictures, self.captions, path)
+        """Save pictures above their captions as one PNG."""
+        sheet.save(pictures, self.captions, path)
 
 
 class Gallery(Artist):
@@ -176,8 +175,8 @@ class Gallery(Artist):
         pictures = self.paint(state.net, at)
         path = self.report.folder / "samples" / f"{samples:09d}.png"
         with self.report.spare(path.name):
-            self.save(pictures, path)
             if pictures:
+                self.save(pictures, path)
                 self.report.picture(path, samples)
                 if self.cfg.sample.every_samples:
                     sheet.strip(path.parent, pictures[0].shape[1], samples)

@@ -38,7 +38,7 @@ def strip(folder: Path, rows: int, samples: int) -> None:
     image = Image.new("RGB", (width, len(paths) * step + CAPTION_HEIGHT + GAP), "white")
     for row, path in enumerate(paths):
         image.paste(Image.open(path), (STRIP_LEFT, row * step))  # the next row covers all but its first
-        _write(image, f"{int(path.stem):,}", GAP, row * step + GAP)
+        ImageDraw.Draw(image).text((GAP, row * step + GAP), f"{int(path.stem):,}", fill="black")
     _save(image, folder / "strip.png")
 
 
@@ -49,12 +49,8 @@ def _tile(picture: np.ndarray, caption: str) -> torch.Tensor:
     tile = Image.new("RGB", (pixels.width, pixels.height + CAPTION_HEIGHT), "white")
     tile.paste(pixels)
     lines = textwrap.wrap(printable(caption) or "(empty caption)", pixels.width // 6)
-    _write(tile, "\n".join(lines[:2]), 4, pixels.height + 3)
+    ImageDraw.Draw(tile).text((4, pixels.height + 3), "\n".join(lines[:2]), fill="black")
     return torch.from_numpy(np.array(tile)).permute(2, 0, 1)
-
-
-def _write(image: Image.Image, text: str, left: int, top: int) -> None:
-    ImageDraw.Draw(image).text((left, top), text, fill="#282828", font_size=12, spacing=2)
 
 
 def _save(image: Image.Image, path: Path) -> None:

@@ -64,24 +64,22 @@ def test_nothing_changes_on_the_way_round_but_by_one_rounding(saved, tmp_path):
     assert metadata(exported(tmp_path / "public", tmp_path / "no" / "x")) == {"format": "pt"}, "trained elsewhere"
 
 
-def test_what_is_there_stays_and_what_diffusers_cannot_compute_is_not_exported_to_it(saved, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    for layout in ("bfl", "diffusers"):
-        argv = [str(saved), str(tmp_path / "file"), f"--format={layout}", f"--config={MICRO}"]
-        assert "file exists; remove it" in refusal(export.main, argv)
-    assert (tmp_path / "file").read_text() == "mine"
-    other = config_file.replace(CFG, model__rope_theta=5000).model
-    source = weights.open_source(saved, other)
-    assert "model.rope_theta" in refusal(export.export, source, other, tmp_path / "x", "diffusers", torch.float32)
-
-
-def test_what_breaks_off_leaves_nothing(saved, tmp_path, monkeypatch):
+def test_what_is_there_stays_and_what_breaks_off_leaves_nothing(saved, tmp_path, monkeypatch):
     def half(tensors, path, metadata):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(export, "save_file", half)
+    before = saved.read_bytes()
     for layout in ("bfl", "diffusers"):
         argv = [str(saved), str(tmp_path / "out"), f"--format={layout}", f"--config={MICRO}"]
         assert errors.run("export", export.main, argv) == 3
-        assert [*tmp_path.iterdir()] == [saved]
+        argv[1] = str(saved)
+        assert "saved.safetensors exists; remove it" in refusal(export.main, argv)
+        assert [*tmp_path.iterdir()] == [saved] and saved.read_bytes() == before
+
+
+def test_what_diffusers_cannot_compute_is_not_exported_to_it(saved, tmp_path):
+    model = config_file.replace(CFG, model__rope_theta=5000).model
+    source = weights.open_source(saved, model)
+    assert "model.rope_theta" in refusal(export.export, source, model, tmp_path / "x", "diffusers", torch.float32)
