@@ -242,7 +242,7 @@ class PrecisionConfig:
         True, "true: validation and pictures use the formats of training, with dynamic scales; false: bf16"
     )
     native: bool = free(True, "blocks and rows take torch's kernels where it has them; false: emulate them everywhere")
-    gather: bool = free(True, "gather weights in FP8 where e4m3 is their side: half of their bytes, equal results")
+    gather: bool = free(True, "gather e4m3 weights in FP8: half of their bytes, equal results; not with eval=false")
     history: int = key(1024, "delayed sides: number of steps whose largest values are remembered", least=1)
     dynamic_steps: int = key(16, "delayed sides: number of first steps that use dynamic scales")
 

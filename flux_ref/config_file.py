@@ -72,9 +72,8 @@ def from_flat(name: str, values: dict[str, Any]) -> Config:
             sections[section][field] = _typed(value, kind)
         except (TypeError, ValueError, OverflowError):
             raise Refusal(f"{key}={shown(value)} is not {KINDS[kind]}") from None
-    cfg = Config(
-        name=name, **{section: dataclasses.replace(SECTIONS[section], **own) for section, own in sections.items()}
-    )
+    parts = {section: dataclasses.replace(SECTIONS[section], **own) for section, own in sections.items()}
+    cfg = Config(name=name, **parts)
     validate(cfg)
     return cfg
 

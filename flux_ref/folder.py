@@ -52,7 +52,7 @@ def held(cfg: Config, world: World, sizes: dict[str, int]) -> Iterator[Start]:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 lock = folder.with_name(f".{folder.name}.lock")
                 stack.enter_context(files.lock(lock, str(folder), LOCK_WAIT_S))
-                names = [path.name for path in folder.glob("*") if not path.name.startswith(".")]
+                names = [path.name for path in folder.glob("[!.]*")]
                 if names and CONFIG not in names:
                     raise Refusal(f"{folder} holds {names[0]} but no run; set run.dir to another folder")
                 resumes = CONFIG in names and (restarted or not cfg.run.overwrite)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from flux_ref.arithmetic import Arithmetic
 from flux_ref.config import Config, rank_batch
-from flux_ref.errors import Refusal
 from flux_ref.model import Flux
 from flux_ref.precision import fp8, gather, linear, policy
 from flux_ref.precision.blocks import Draws, kernel
@@ -40,9 +39,6 @@ class Precision(Arithmetic):
         """Raises: Refusal for a policy that cannot be."""
         super().__init__(cfg)
         self.stages = policy.stages(cfg)
-        if policy.layers_gathered_in_fp8(cfg) and not cfg.precision.eval:
-            rule = "validates in bf16, but precision.gather=true gathers in FP8"
-            raise Refusal(f"precision.eval=false {rule}; set precision.gather=false")
         self.phases = self._phases()
         self.remembering = policy.layers_with_delayed_scales(cfg)
         if any(stage.is_low for stage in self.stages):

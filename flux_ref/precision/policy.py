@@ -309,12 +309,14 @@ def _obstacle(layer: Layer, products: Products, product: str, place: int, side: 
 def layers_gathered_in_fp8(cfg: Config) -> dict[str, str]:
     """The layers whose weights are gathered as codes (gather.py): those with e4m3 weights in all stages.
 
-    Their names in rules, by Black Forest Labs' names of the modules.
+    Their names in rules, by Black Forest Labs' names of the modules. Validation in bf16 needs bf16 weights.
     """
+    if not (cfg.precision.gather and cfg.precision.eval):
+        return {}
     return {
         module: layer.name
         for module, layer in layers(cfg.model).items()
-        if cfg.precision.gather and all(way(stage.pairs[layer.name]) == "tensor" for stage in stages(cfg))
+        if all(way(stage.pairs[layer.name]) == "tensor" for stage in stages(cfg))
     }
 
 

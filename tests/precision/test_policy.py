@@ -98,7 +98,6 @@ def test_what_cannot_be_is_refused_with_the_rule_or_the_product_and_the_remedy()
         ({"preset": "fp8_delayed", "rules": PLAIN}, "e4m3_delayed needs tokens of a micro-batch that 16 divides"),
         ({"preset": "fp9"}, "precision names the preset 'fp9'; give one of bf16, fp8"),
         ({"preset": "fp8", "parallel__dtype": "fp32"}, "fp8 with its rules needs parallel.dtype=bf16, not fp32"),
-        ({"preset": "fp8", "rules": PLAIN, "eval": False}, "set precision.gather=false"),
         ({"switch": ((0, "bf16"),)}, "'bf16' begins at step 0; give samples after step 0 and before 1000, the en"),
         ({"switch": ((600, "fp8"), (540, "bf16"))}, "begins at step 9; give samples after step 10 and"),
         ({"switch": ((60_000, "bf16"),)}, "begins at step 1000; give samples after"),
@@ -128,3 +127,5 @@ def test_stages_begin_at_the_step_that_reaches_their_samples():
     gathered = policy.layers_gathered_in_fp8(mixed)
     assert len(gathered) == 8 + 2 and gathered["double_blocks.0.img_attn.qkv"] == "double.0.img.qkv"
     assert policy.narrowest(mixed, "forward") == "fp8"
+    for cfg in (tiny(preset="fp8", gather=False), tiny(preset="fp8", eval=False)):
+        assert policy.layers_gathered_in_fp8(cfg) == {}, "bf16 validation needs bf16 weights"
