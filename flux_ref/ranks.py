@@ -195,11 +195,6 @@ def is_apart() -> bool:
     return not dist.is_initialized()
 
 
-def is_single() -> bool:
-    """Whether no other process can be waiting for this one."""
-    return is_apart() or dist.get_world_size() == 1
-
-
 @contextmanager
 def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """What any rank refuses in this block is refused on all ranks, with the first rank's reason. Collective.

@@ -87,7 +87,7 @@ JSON = st.recursive(
 TOML = st.recursive(st.booleans() | NUMBERS | st.text(max_size=8), lambda inner: st.lists(inner, max_size=3))
 
 
-@examples(200)
+@examples(100)
 @given(st.data())
 def test_a_config(data):
     keys = st.sampled_from([*KEYS, *(f"{key}.x" for key in KEYS), "no.key", "[train]\nseed"])

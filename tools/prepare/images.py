@@ -195,27 +195,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The subcommand; returns the exit code."""
+    """The subcommand; returns the exit code. Raises: Refusal."""
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about pictures that are counted anyway
-    try:
-        return _make(args)
-    finally:
-        if ranks.is_single():
-            ranks.stop()
-
-
-def _make(args: argparse.Namespace) -> int:
     model = job.config(args.config).model
     world = ranks.start(ParallelConfig(replicate=1), few_threads=False)  # encoders are large
-    with ranks.agreed():
-        job.require_new(args.output)
-        listed = pictures.find(args.input) if world.rank == 0 else []
-    listed = ranks.gather_objects(listed)[0]
-    with ranks.agreed():
-        parts = pictures.parts_of(args.input, listed, args.caption_column, PER_PART)
-        _require_enough(args, parts)
-        nets = Encoders(args.model, model, world.device, sharding.DTYPES[args.dtype])
     with ExitStack() as stack, ThreadPoolExecutor(THREADS) as pool:
+        if world.size == 1:  # with more, torchrun ends the others after an error
+            stack.callback(ranks.stop)
+        with ranks.agreed():
+            job.require_new(args.output)
+            listed = pictures.find(args.input) if world.rank == 0 else []
+        listed = ranks.gather_objects(listed)[0]
+        with ranks.agreed():
+            parts = pictures.parts_of(args.input, listed, args.caption_column, PER_PART)
+            _require_enough(args, parts)
+            nets = Encoders(args.model, model, world.device, sharding.DTYPES[args.dtype])
         folder = job.partial_of(args.output)
         with ranks.agreed():
             if world.rank == 0:  # for all

@@ -130,8 +130,6 @@ def srgb(image: Image.Image) -> Image.Image:
         image = image.convert("RGB")
     with contextlib.suppress(ImageCms.PyCMSError, OSError):  # a profile that is damaged or of another kind of picture
         own = ImageCms.ImageCmsProfile(io.BytesIO(profile or b""))
-        if own.profile.xcolor_space == "RGB " and image.mode == "L":
-            image = image.convert("RGB")
         image = ImageCms.profileToProfile(image, own, SRGB, outputMode="RGB") or image
     return image.convert("RGB")
 
