@@ -331,16 +331,12 @@ class Checkpoint:
             low = max(first, start)
             high = min(end, start + length)
             if low < high:
-                self._check(self.folder / name)
-                pieces.append(tensors.read_rows(self.folder / name, key, low - start, high - low, "checkpoint file"))
+                path = self.folder / name
+                if name not in self._right and (not path.is_file() or tensors.crc32(path) != self.files[name][0]):
+                    raise self._damaged(path)
+                self._right.add(name)
+                pieces.append(tensors.read_rows(path, key, low - start, high - low, "checkpoint file"))
         return torch.cat(pieces) if len(pieces) > 2 else pieces[-1]
-
-    def _check(self, path: Path) -> None:
-        """Raises: Refusal unless the file's checksum is right. It is read once."""
-        if path.name not in self._right:
-            if not path.is_file() or tensors.crc32(path) != self.files[path.name][0]:
-                raise self._damaged(path)
-            self._right.add(path.name)
 
     def _damaged(self, path: Path) -> Refusal:
         """What is damaged, and what to do. Nothing takes another checkpoint by itself: a run would train twice."""

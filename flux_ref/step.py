@@ -22,10 +22,10 @@ class Health:
     first_bad: (2,) fp64, the step of the first bad loss and that of the first bad norm; NEVER where there is none.
     """
 
-    def __init__(self, device: torch.device, step: int = 0):
+    def __init__(self, device: torch.device):
         self.step = torch.empty((), dtype=torch.float64, device=device)
         self.first_bad = torch.empty(2, dtype=torch.float64, device=device)
-        self.restart(step)
+        self.restart(0)
 
     def restart(self, step: int) -> None:
         """Forget all, in place."""

@@ -58,7 +58,7 @@ def make(world):
 
 
 def small(**values: object) -> Config:
-    return micro_config(**({"train__global_batch": 2, "eval__batch": 2} | values))
+    return micro_config(**({"train__global_batch": 2, "eval__batch": 2, "train__synthetic_steps": 1} | values))
 
 
 def train(folder, data, *overrides: str) -> int:

@@ -132,7 +132,8 @@ def test_the_average_halves_what_older_weights_count(world):
 
 def test_health_remembers_the_first_step_that_was_not_finite():
     good, bad = torch.ones(()), torch.tensor(math.nan)
-    health = Health(torch.device("cpu"), step=10)
+    health = Health(torch.device("cpu"))
+    health.restart(10)
     for loss, norm in ((good, good), (good, bad), (bad, bad), (good, good)):
         health.update(loss, norm)
     assert (float(health.step), health.first_bad.tolist()) == (14, [12, 11])

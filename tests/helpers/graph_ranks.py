@@ -23,7 +23,7 @@ from flux_ref.pictures.artist import Artist
 from flux_ref.ranks import World
 from flux_ref.step_runner import State
 
-STEPS, EVALUATE_EVERY = 20, 5
+STEPS, EVALUATE_EVERY = 12, 3
 
 
 def everything(state: State) -> dict[str, Tensor]:
