@@ -179,7 +179,7 @@ def test_a_rank_that_is_killed_is_named_and_a_node_that_dies_is_replaced(submit,
         job.wait()
     finally:
         cluster.start_node("n2")
-    rank, node = (job.results / "faults.txt").read_text().splitlines()
+    rank, *_, node = (job.results / "faults.txt").read_text().splitlines()
     assert re.search(r"run 0: n2, rank 2, exit code -9: ", rank)
     assert "since the last start n2 is down* (Not responding)" in node
     job.require_moved()

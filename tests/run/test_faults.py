@@ -57,14 +57,14 @@ def struck(step: int, act: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-def refuse(name: str, real: Callable, after: int = 0, number: int = errno.ENOSPC) -> Callable:
-    """A stand-in for a function of a path, which fails for files of this name after so many calls."""
+def refuse(name: str, real: Callable, after: int, times: int = 1, number: int = errno.ENOSPC) -> Callable:
+    """A stand-in for a function of a path. After so many calls for files of this name, it fails so many times."""
     calls = []
 
     def stand_in(path: Path, *args: object, **kwargs: object) -> object:
         if path.name == name:
             calls.append(path)
-            if after < len(calls):
+            if after < len(calls) <= after + times:
                 raise OSError(number, os.strerror(number), str(path))
         return real(path, *args, **kwargs)
 
@@ -82,7 +82,7 @@ def test_a_file_that_counts_and_cannot_be_written_ends_the_run_which_goes_on_lat
     ):
         run = tmp_path / name
         with monkeypatch.context() as patch:
-            patch.setattr(module, function, refuse(name, getattr(module, function), after, number))
+            patch.setattr(module, function, refuse(name, getattr(module, function), after, number=number))
             code, _, line = trains(run)
         assert code == 3 and f"{run / name}: {os.strerror(number)}; " in line, (name, code, line)
         assert not (run / "outcome.json").exists()
@@ -94,7 +94,7 @@ def test_a_file_that_counts_and_cannot_be_written_ends_the_run_which_goes_on_lat
 
 def test_a_picture_that_cannot_be_written_ends_no_run(trains, calm, tmp_path, monkeypatch):
     for module, name in ((loss_chart, "loss.png"), (sheet, "000000072.png")):
-        monkeypatch.setattr(module, "whole", refuse(name, files.whole))
+        monkeypatch.setattr(module, "whole", refuse(name, files.whole, after=0, times=9))
     code, out, _ = trains(tmp_path / "run")
     assert code == 0 and out.count("loss.png NOT drawn: [Errno 28] No space left on device") == 3
     assert out.count("000000072.png NOT drawn: [Errno 28]") == 1

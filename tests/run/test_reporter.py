@@ -128,12 +128,12 @@ def test_a_terminal_without_a_size_shows_the_bar():
 def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_dir, tmp_path, monkeypatch):
     run = tmp_path / "run"
     own = ("--train.log_every_samples=12", "--sample.count=2", "--sample.steps=1", "--sample.every_samples=24")
-    argv = micro_run(shapes_dir, run, *own, "--checkpoint.every_samples=24")
+    argv = micro_run(shapes_dir, run, *own, "--checkpoint.every_samples=36")
     at = Alive.at
 
     def struck(self, place: str) -> None:
         at(self, place)
-        if place == "the end of step 3":
+        if place == "the end of step 4":  # after the evaluation at the checkpoint, which is repeated
             raise Fault("struck")
 
     with monkeypatch.context() as patch:
@@ -142,11 +142,12 @@ def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_
     assert called("train.py", *argv) == 0
     board = EventAccumulator(str(run / "tensorboard")).Reload()
     records, evaluations = lines(run), lines(run, "eval.jsonl")
+    assert [record["samples"] for record in evaluations] == [36, 60]
     by_time = [evaluation | {"val_loss": evaluation["val_loss_per_timestep"][3]} for evaluation in evaluations]
     wanted = {f"train/{name}": (records, name) for name in records[0] if name not in ("step", "samples")}
     wanted |= {"validation/loss": (evaluations, "val_loss"), "validation by t/t=3_8": (by_time, "val_loss")}
     for tag, (rows, name) in wanted.items():
-        shown = [(event.step, event.value) for event in board.Scalars(tag)]
+        shown = np.unique([(event.step, event.value) for event in board.Scalars(tag)], axis=0)
         assert np.allclose(shown, [(row["samples"], row[name]) for row in rows], rtol=1e-6), tag
     assert len(board.Tags()["scalars"]) == len(wanted) + 7
     pictures = board.Images("pictures")
