@@ -9,7 +9,6 @@ Exit codes: 0 done, 2 refused.
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -31,39 +30,30 @@ class Row(NamedTuple):
     p: float  # how likely a difference of at least this size is by chance
 
 
-def paired(a: Sequence[float], b: Sequence[float]) -> Row:
+def paired(a: list[float], b: list[float]) -> Row:
     """a[i] and b[i] are losses of one seed; at least two pairs."""
     scipy = package("scipy", "tools.compare")
     n = len(a)
     each = [own - other for own, other in zip(b, a, strict=True)]
     diff = fmean(each)
     stderr = stdev(each) / n**0.5
-    p = 2 * float(scipy.special.stdtr(n - 1, -abs(diff) / (stderr or 1e-300)))  # both tails of Student's distribution
+    t = abs(diff) / (stderr or 1e-300)
+    p = 2 * float(scipy.special.stdtr(n - 1, -t))  # both tails of Student's distribution
     return Row(fmean(a), fmean(b), diff, stderr, p)
 
 
 def curve(run: Path) -> dict[int, float]:
     """Validation loss by samples. Raises: Refusal."""
-    found = records(run / "eval.jsonl")
+    found = records(run / "eval.jsonl", figures=("val_loss",))
     return {int(record["samples"]): record["val_loss"] for record in found}
 
 
-def compare(a: list[Path], b: list[Path]) -> dict[int, Row]:
-    """By samples; a[i] and b[i] are runs of one seed. Raises: Refusal."""
-    of_a = [curve(run) for run in a]
-    of_b = [curve(run) for run in b]
-    common = set.intersection(*map(set, of_a), *map(set, of_b))
-    if not common:
-        raise Refusal(f"{a[0]}, {b[0]} and the others share no evaluation; train all with the same eval.every_samples")
-    rows = {}
-    for at in sorted(common):
-        rows[at] = paired([losses[at] for losses in of_a], [losses[at] for losses in of_b])
-    return rows
-
-
-def by_seed(runs: list[Path]) -> list[tuple[int, Path]]:
-    """Each run with its train.seed, in their order. Raises: Refusal."""
-    return sorted((config_file.load(run / "config.toml").train.seed, run) for run in runs)
+def by_seed(runs: list[Path]) -> dict[int, Path]:
+    """Each run by its train.seed. Raises: Refusal if two have the same."""
+    found = {config_file.load(run / "config.toml").train.seed: run for run in runs}
+    if len(found) < len(runs):
+        raise Refusal("two runs have one train.seed; give a run of each seed")
+    return found
 
 
 def main(argv: list[str]) -> int:
@@ -74,16 +64,21 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     a = by_seed(args.a)
     b = by_seed(args.b)
-    seeds = [seed for seed, _ in a]
-    if seeds != [seed for seed, _ in b] or len({*seeds}) < max(2, len(seeds)):
+    if a.keys() != b.keys() or len(a) < 2:
         raise Refusal("--a and --b: give each a run of each seed (train.seed), at least two")
-    of_a = config.flat(config_file.load(a[0][1] / "config.toml"))
-    of_b = config.flat(config_file.load(b[0][1] / "config.toml"))
+    of_a = config.flat(config_file.load(args.a[0] / "config.toml"))
+    of_b = config.flat(config_file.load(args.b[0] / "config.toml"))
     for key in of_a:
-        if of_a[key] != of_b[key] and key != "run.dir":
+        if of_a[key] != of_b[key] and key not in ("run.dir", "train.seed"):
             print(f"{key} is {of_a[key]!r} in A, {of_b[key]!r} in B")
+    curves_a = [curve(a[seed]) for seed in a]
+    curves_b = [curve(b[seed]) for seed in a]
+    common = set.intersection(*map(set, curves_a + curves_b))
+    if not common:
+        raise Refusal("the runs share no evaluation; train all with the same eval.every_samples")
     print(HEAD)
-    for at, row in compare([run for _, run in a], [run for _, run in b]).items():
+    for at in sorted(common):
+        row = paired([losses[at] for losses in curves_a], [losses[at] for losses in curves_b])
         print(f"{at:>12,} {row.a:>9.5f} {row.b:>9.5f} {row.diff:>+10.5f} {row.stderr:>9.2g} {row.p:>8.2g}")
     return 0
 

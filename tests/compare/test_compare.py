@@ -57,7 +57,7 @@ def test_what_makes_no_pairs_is_refused(runs, tmp_path):
     for (left, right), words in (
         ((a, b[:1]), "give each a run of each seed"),
         ((a[:1], b[:1]), "at least two"),
-        (([*a, a[0]], [*b, b[0]]), "give each a run of each seed"),
+        (([*a, a[0]], [*b, b[0]]), "two runs have one train.seed"),
         ((a, b), "share no evaluation"),
         (([str(tmp_path)], b), "config.toml: No such file"),
     ):

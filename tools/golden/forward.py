@@ -51,10 +51,10 @@ def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
     """What one pass over a batch computes, in order, and the gradients of the mean loss. The net keeps the hooks."""
     values: dict[str, Any] = {}
 
-    def note(name: str, module: nn.Module, args: tuple[Tensor, ...], result: Tensor | tuple) -> None:
+    def note(name: str, module: nn.Module, args: tuple[Tensor, ...], result: Any) -> None:
+        is_norm = name.endswith(("query_norm", "key_norm"))  # of queries or keys, (B, S, H, K)
         values[f"{name}.input"] = args[0]
-        # a norm of queries or keys is (B, S, H, K) here
-        values[name] = result.transpose(1, 2) if name.endswith(("query_norm", "key_norm")) else result
+        values[name] = result.transpose(1, 2) if is_norm else result
 
     for name, module in net.named_modules():
         module.register_forward_hook(partial(note, name))
