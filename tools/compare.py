@@ -44,7 +44,7 @@ def paired(a: list[float], b: list[float]) -> Row:
 
 def curve(run: Path) -> dict[int, float]:
     """Validation loss by samples. Raises: Refusal."""
-    found = records(run / "eval.jsonl", figures=("val_loss",))
+    found = records(run / "eval.jsonl")
     return {int(record["samples"]): record["val_loss"] for record in found}
 
 
