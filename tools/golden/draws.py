@@ -17,28 +17,46 @@ def draws(cfg: Config) -> Values:
     values: Values = {}
     for number in range(5):
         name = f"draws.words.{number}"
-        seed, stream, sample, epoch, start, count = places.inputs_of(name).values()
-        values[name] = rng.words(seed, stream, count, sample=sample, epoch=epoch, start=start)
+        about = places.inputs_of(name)
+        values[name] = rng.words(
+            about["seed"],
+            about["stream"],
+            about["count"],
+            sample=about["sample"],
+            epoch=about["epoch"],
+            start=about["first"],
+        )
     values["draws.uniform"] = rng.uniform(values["draws.words.1"])
     values["draws.normal"] = rng.normal(values["draws.words.1"])
     values["draws.name_key"] = np.array(rng.name_key("img_in.weight"), np.uint64)
+
     seed = cfg.train.seed
     shape = cfg.model.latent_shape
-    _, epoch, count, *_ = places.inputs_of("draws.t").values()
-    for other in range(2):
-        values[f"draws.order.{other}"] = rng.order(seed, other, count)
-    drawn = [rng.train_draw(seed, epoch, i, shape, cfg.train.caption_drop) for i in range(count)]
+    about = places.inputs_of("draws.t")
+    epoch = about["epoch"]
+    samples = range(about["count"])
+    values["draws.order.0"] = rng.order(seed, 0, len(samples))
+    values["draws.order.1"] = rng.order(seed, 1, len(samples))
+    drawn = [rng.train_draw(seed, epoch, i, shape, cfg.train.caption_drop) for i in samples]
     values |= drops_and_times("draws", drawn)
     for name in ("draws.t.shift", "draws.t.logit_normal", "draws.t.logit_normal_shift"):
-        distribution = rng.TimeDistribution(*list(places.inputs_of(name).values())[3:])
-        t = [rng.train_draw(seed, epoch, i, (2,), 0.0, distribution).t for i in range(count)]
-        values[name] = np.array(t, np.float32)
-    _, evaluation, sample, _ = places.inputs_of("draws.val_noise").values()
-    values |= {"draws.latent_eps": drawn[sample].latent_eps, "draws.noise": drawn[sample].noise}
-    values["draws.val_latent_eps"], values["draws.val_noise"] = rng.val_draw(seed, evaluation, sample, shape)
+        about = places.inputs_of(name)
+        distribution = rng.TimeDistribution(about["timestep"], about["mean"], about["width"], about["shift"])
+        other = [rng.train_draw(seed, epoch, i, (2,), 0.0, distribution) for i in samples]
+        values[name] = np.array([draw.t for draw in other], np.float32)
+
+    about = places.inputs_of("draws.val_noise")
+    sample = about["sample"]
+    values["draws.latent_eps"] = drawn[sample].latent_eps
+    values["draws.noise"] = drawn[sample].noise
+    eps, noise = rng.val_draw(seed, about["evaluation"], sample, shape)
+    values["draws.val_latent_eps"] = eps
+    values["draws.val_noise"] = noise
+
     about = places.inputs_of("schedule.lr")
     rates = [schedule.lr(number, about["peak"], about["warmup_steps"]) for number in about["steps"]]
-    return values | {"schedule.lr": np.array(rates, np.float32)}
+    values["schedule.lr"] = np.array(rates, np.float32)
+    return values
 
 
 def full_draws(given: Values) -> Values:
@@ -48,8 +66,10 @@ def full_draws(given: Values) -> Values:
     drawn = []
     for position in given["full.positions"].tolist():
         epoch, i = divmod(position, TRAIN_SAMPLES)
-        samples.append(int(orders[epoch][i]))
-        drawn.append(rng.train_draw(FULL_SEED, epoch, samples[-1], (2,), Config().train.caption_drop))
+        sample = int(orders[epoch][i])
+        draw = rng.train_draw(FULL_SEED, epoch, sample, (2,), Config().train.caption_drop)
+        samples.append(sample)
+        drawn.append(draw)
     return {"full.sample": np.array(samples)} | drops_and_times("full", drawn)
 
 
@@ -66,11 +86,12 @@ def full_net() -> Values:
     with torch.device("meta"):
         net = model.Flux(Config().model)
     table = net.make_rope()
+    tokens = places.inputs_of("full.rope")["tokens"]
     about = places.inputs_of("full.init.piece")
-    name, first, count = about["name"], about["first"], about["count"]
+    name = about["name"]
     kind, width = model.initial(name, tuple(net.get_parameter(name).shape))
     return {
-        "full.rope": table[places.inputs_of("full.rope")["tokens"]].numpy(),
+        "full.rope": table[tokens].numpy(),
         "full.rope.sums": table.double().sum(0).float().numpy(),
-        "full.init.piece": rng.initial(FULL_SEED, name, kind, width, first, count),
+        "full.init.piece": rng.initial(FULL_SEED, name, kind, width, about["first"], about["count"]),
     }

@@ -89,10 +89,12 @@ def batches(cfg: Config, rank: int, size: int, first: int) -> Iterator[tuple[Val
                 epoch, i = divmod(position, cfg.data.train_count)
                 sample = int(rng.order(train.seed, epoch, cfg.data.train_count)[i])
                 draw = rng.train_draw(train.seed, epoch, sample, (2,), train.caption_drop)
-                for name, value in zip(rows, (epoch, sample, draw.drop_caption)):
-                    rows[name].append(value)
+                rows["epoch"].append(epoch)
+                rows["sample"].append(sample)
+                rows["drop"].append(draw.drop_caption)
             columns = {name: np.array(values) for name, values in rows.items()}
-            yield columns | {"t": batch["t"].numpy().copy()}, batch
+            columns["t"] = batch["t"].numpy().copy()
+            yield columns, batch
 
 
 def losses_of(cfg: Config, weights: Tensors, batch: data.Batch) -> Tensor:
@@ -106,7 +108,9 @@ def training(cfg: Config, world: World, given: Values) -> Recorded:
     values: Recorded = {}
     state = start(cfg, world, given)
     initial = given_tensors(given, "weights.")
-    for number, (rows, batch) in zip(range(1, STEPS + 1), batches(cfg, 0, 1, 0)):
+    taken = batches(cfg, 0, 1, 0)
+    for number in range(1, STEPS + 1):
+        rows, batch = next(taken)
         place = f"step{number}"
         values |= named(place, rows)
         if number == 1:
@@ -118,7 +122,8 @@ def training(cfg: Config, world: World, given: Values) -> Recorded:
         loss, norm = step.train_step(state.net, state.opt, batch, Health(CPU), cfg)
         values[f"{place}.loss"] = loss
         values[f"{place}.grad_norm"] = norm
-        values[f"{place}.clip_coefficient"] = (cfg.optim.clip_norm / (norm + optim.CLIP_EPS)).clamp(max=1.0)
+        coefficient = cfg.optim.clip_norm / (norm + optim.CLIP_EPS)
+        values[f"{place}.clip_coefficient"] = coefficient.clamp(max=1.0)
         values[f"{place}.lr"] = state.opt.lr.clone()
         if number in (1, STEPS):
             values |= named(place, after_step(state, initial, with_moments=number == 1))
@@ -166,17 +171,21 @@ def validation(cfg: Config, world: World, given: Values) -> Recorded:
     val_set = data.ValSet(cfg, 0, 1, pin=False)
     val_set.open()
     batch = data.allocate(cfg.model, cfg.eval.batch)
+    weights = given_tensors(given, "weights.")
     rows: dict[str, list[Tensor]] = {"t": [], "latent_eps": [], "noise": [], "losses": []}
     with closing(val_set.feed(0)) as feed:
         for _ in range(val_set.batches):
             data.copy_next(feed, batch)
-            found = batch | {"losses": losses_of(cfg, given_tensors(given, "weights."), batch)}
+            found = dict(batch)
+            found["losses"] = losses_of(cfg, weights, batch)
+            is_sample = batch["timestep"] >= 0
             for name, kept in rows.items():
-                kept.append(found[name][batch["timestep"] >= 0])
+                kept.append(found[name][is_sample])
     values = {name: torch.cat(kept) for name, kept in rows.items()}
     runner = step_runner.StepRunner(start(cfg, world, given), cfg, world)
     result = evaluate.validation_loss(runner, val_set, samples=0)
-    values["count"] = torch.from_numpy(np.bincount(given["data.val.timestep"], minlength=schedule.TIMESTEPS)).float()
+    counts = np.bincount(given["data.val.timestep"], minlength=schedule.TIMESTEPS)
+    values["count"] = torch.from_numpy(counts).float()
     values["loss_per_timestep"] = torch.tensor(result.losses)
     values["loss"] = torch.tensor(result.loss)
     return named("val", values)
