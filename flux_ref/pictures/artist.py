@@ -104,9 +104,9 @@ class Artist:
         model = self.cfg.model
         sample = self.cfg.sample
         texts = self.encoded[first : first + self.cfg.eval.batch]
-        text = self._stacked(texts)
-        is_guided = sample.guidance != 1.0
-        no_text = self._stacked([self.empty] * len(texts)) if is_guided else []
+        encodings = [self._stacked(texts)]
+        if sample.guidance != 1.0:
+            encodings.append(self._stacked([self.empty] * len(texts)))
         numbers = range(first, first + len(texts))
         noise = [rng.normals(sample.seed, rng.SAMPLING, model.latent_shape, sample=i, epoch=0) for i in numbers]
         x_BNP = latents.pack(torch.from_numpy(np.stack(noise)).to(self.world.device))
@@ -117,11 +117,10 @@ class Artist:
                     t = 1 - step / sample.steps
                     t_next = 1 - (step + 1) / sample.steps
                     t_B = x_BNP.new_full((len(texts),), t)
-                    x_in_BNP = x_BNP.to(text[0].dtype)
-                    velocity_BNP = net(x_in_BNP, *text, t_B).float()
-                    if is_guided:
-                        unguided_BNP = net(x_in_BNP, *no_text, t_B).float()
-                        velocity_BNP = unguided_BNP + sample.guidance * (velocity_BNP - unguided_BNP)
+                    x_in_BNP = x_BNP.to(sharding.DTYPES[self.cfg.parallel.dtype])
+                    velocities = [net(x_in_BNP, *encoding, t_B).float() for encoding in encodings]
+                    unguided_BNP = velocities[-1]  # at guidance 1 that of the captions themselves
+                    velocity_BNP = unguided_BNP + sample.guidance * (velocities[0] - unguided_BNP)
                     x_BNP = x_BNP + (t_next - t) * velocity_BNP
         finally:
             sharding.reshard(net)  # also after an interruption: training or a checkpoint may follow

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from conftest import MICRO, called, micro_run, script
 from PIL import Image
 from run_files import contents, require_equal_runs, saved_steps
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from flux_ref import config_file, latents, ranks, rng, shards
 from flux_ref.alive import Alive
 from flux_ref.errors import Interrupted
-from flux_ref.pictures import sheet
+from flux_ref.pictures import encoders, sheet
 from flux_ref.pictures.artist import LOOKED_AT, Artist
 
 
@@ -96,6 +97,12 @@ def test_the_sheet_holds_each_picture_above_its_caption_and_the_strip_first_rows
         sheet.strip(tmp_path, 64, samples)
         strip = np.asarray(Image.open(tmp_path / "strip.png"))[:-42, 90:]
         assert (strip.reshape(rows, 166, *pixels.shape[1:]) == pixels[:166]).all()
+
+
+def test_the_net_has_the_tensors_of_the_public_file():
+    with torch.device("meta"):
+        parameters = dict(encoders.new_autoencoder().named_parameters())
+    assert len(parameters) == 244 and sum(parameter.numel() for parameter in parameters.values()) == 83_819_683
 
 
 # A training with pictures

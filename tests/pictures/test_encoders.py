@@ -19,7 +19,7 @@ from small_encoders import WORDS
 
 from flux_ref import config_file, latents, rng, shards
 from flux_ref.errors import Fault, Refusal
-from flux_ref.pictures import encoders, sheet
+from flux_ref.pictures import sheet
 from flux_ref.pictures.encoders import Encoders, load_autoencoder
 from tools import export
 
@@ -37,12 +37,6 @@ def values_of(bits: np.ndarray) -> torch.Tensor:
 
 
 # The autoencoder
-
-
-def test_the_net_has_the_tensors_of_the_public_file():
-    with torch.device("meta"):
-        parameters = dict(encoders.new_autoencoder().named_parameters())
-    assert len(parameters) == 244 and sum(parameter.numel() for parameter in parameters.values()) == 83_819_683
 
 
 def test_a_file_by_either_names_gives_diffusers_net_and_samples_hold_its_moments(nets):
@@ -69,10 +63,6 @@ def test_files_that_are_no_autoencoder_of_flux_are_refused(nets, tmp_path):
     }.items():
         save_file(load_file(nets / "ae.safetensors") | change, path)
         assert words in refusal(load_autoencoder, path, CPU)
-    path.write_bytes(path.read_bytes()[:-4])
-    assert f"autoencoder {path} cannot be read as safetensors" in refusal(load_autoencoder, path, CPU)
-    save_file({"img_in.weight": torch.zeros(1)}, path)
-    assert "244 missing: " in refusal(load_autoencoder, path, CPU)
     assert "is no file and has no ae.safetensors; fetch it:" in refusal(load_autoencoder, tmp_path / "x", CPU)
     shutil.copytree(nets / "vae", tmp_path / "vae")
     (tmp_path / "vae" / "config.json").write_text('{"scaling_factor": 0.18215}')
@@ -84,7 +74,6 @@ def test_files_that_are_no_autoencoder_of_flux_are_refused(nets, tmp_path):
 
 def test_text_encoders_that_do_not_fit_are_refused_and_no_code_of_theirs_is_run(nets, tmp_path):
     assert "it has 28 features, the model wants 36" in refusal(build, nets, "--model.t5_dim=36")
-    assert "it has 14 features, the model wants 12" in refusal(build, nets, "--model.clip_dim=12")
     home = Path(shutil.copytree(nets, tmp_path / "nets"))
     folder = home / "text_encoder_2"
     mark = tmp_path / "it ran"
