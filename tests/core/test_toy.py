@@ -5,9 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from conftest import MICRO
+from run_files import contents
 from shard_damage import LAYOUT, opened
 
 from flux_ref import config_file, latents, shards, toy
+from tools.prepare import commands
 
 
 def test_encode_inverts_decode_and_keeps_the_lowest_frequencies_and_flat_colours():
@@ -70,6 +73,9 @@ def test_a_set_is_made_once_and_whole_or_not_at_all(micro, tmp_path, monkeypatch
     toy.ensure(cfg)
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["set"]
     assert len(opened(tmp_path / "set" / "train")) == micro.data.train_count
+    assert commands.main(["shapes", f"--config={MICRO}", f"--out={tmp_path / 'made'}"]) == 0
+    assert contents(tmp_path / "made" / "train") == contents(tmp_path / "set" / "train")
+    assert commands.main(["shapes", f"--config={MICRO}", f"--out={tmp_path / 'made'}"]) == 2
     monkeypatch.setattr(shards, "to_bf16_bits", interrupt)
     toy.ensure(cfg)
 

@@ -2,9 +2,10 @@
 
 from flux_ref import errors
 from flux_ref.errors import Options
-from tools.prepare import encoders, images, mlcommons, verify
+from tools.prepare import encoders, images, mlcommons, shapes, verify
 
 COMMANDS = {
+    "shapes": (shapes, "captioned drawings with stand-in encoders, for the CPU"),
     "mlcommons": (mlcommons, "the benchmark's preprocessed arrow folders to shards"),
     "encoders": (encoders, "random encoders and captioned drawings, to try images without a download"),
     "images": (images, "pictures and captions to shards, through the real encoders"),

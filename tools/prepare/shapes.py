@@ -1,0 +1,22 @@
+"""The toy data set of captioned drawings, as data.kind=shapes makes it on first use."""
+
+import argparse
+from pathlib import Path
+
+from flux_ref import config_file
+from flux_ref.toy import make_shapes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--config", default="configs/tiny.toml", help="use this config's sizes (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The subcommand; returns the exit code. Raises: Refusal."""
+    cfg = config_file.load(args.config)
+    train = cfg.data.train_count
+    val = cfg.data.val_count
+    make_shapes(args.out, cfg.model, train, val)
+    print(f"{args.out}: {train} training and {val} validation samples")
+    return 0
