@@ -8,7 +8,7 @@ arXiv 2509.25149, appendix C; E4M3 and E5M2 also arXiv 2209.05433.
 import math
 from dataclasses import dataclass
 
-PRODUCTS = ("forward", "grad_input", "grad_weight")  # of a linear, see policy.Layer
+PRODUCTS = ("forward", "grad_input", "grad_weight")  # of a linear, see policy.py
 PLAIN = "bf16"  # the name of a side that is not cast
 
 

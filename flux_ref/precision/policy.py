@@ -71,9 +71,9 @@ TOKENS = "train.micro_batch, train.global_batch or model.text_tokens"  # keys th
 
 
 class Linear(NamedTuple):
-    """A linear of the net, or of one block.
+    """A linear of the net, or of one block: K inputs, N outputs.
 
-    name: Black Forest Labs', in its block.
+    name: Black Forest Labs', in its block; of one of `layers`, the name in rules.
     tokens: of a sample that it sees; 0: it sees one vector.
     """
 
@@ -81,6 +81,19 @@ class Linear(NamedTuple):
     tokens: int
     inputs: int
     outputs: int
+    is_last: bool = False  # in the last LAST of the blocks
+
+    def sizes(self, rows: int) -> dict[str, tuple[int, int, int]]:
+        """Of each product: rows of its left and of its right side, and the size summed over.
+
+        rows: samples of a micro-batch.
+        """
+        tokens = rows * self.tokens
+        return {
+            "forward": (tokens, self.outputs, self.inputs),
+            "grad_input": (tokens, self.inputs, self.outputs),
+            "grad_weight": (self.outputs, self.inputs, tokens),
+        }
 
 
 def linears(model: ModelConfig) -> dict[str, list[Linear]]:
@@ -120,30 +133,8 @@ def linears(model: ModelConfig) -> dict[str, list[Linear]]:
     }
 
 
-class Layer(NamedTuple):
-    """A linear of a block."""
-
-    name: str  # in rules
-    inputs: int  # K
-    outputs: int  # N
-    tokens: int  # of a sample; M is this times the samples of a micro-batch
-    is_last: bool
-
-    def sizes(self, rows: int) -> dict[str, tuple[int, int, int]]:
-        """Of each product: rows of its left and of its right side, and the size summed over.
-
-        rows: samples of a micro-batch.
-        """
-        tokens = rows * self.tokens
-        return {
-            "forward": (tokens, self.outputs, self.inputs),
-            "grad_input": (tokens, self.inputs, self.outputs),
-            "grad_weight": (self.outputs, self.inputs, tokens),
-        }
-
-
-def layers(model: ModelConfig) -> dict[str, Layer]:
-    """All layers, by Black Forest Labs' names of the modules."""
+def layers(model: ModelConfig) -> dict[str, Linear]:
+    """The linears that a policy decides, under their names in rules, by Black Forest Labs' names of the modules."""
     blocks = [("double", i) for i in range(model.double_blocks)] + [("single", i) for i in range(model.single_blocks)]
     first_last = len(blocks) - max(1, round(LAST * len(blocks)))
     known = linears(model)
@@ -152,8 +143,7 @@ def layers(model: ModelConfig) -> dict[str, Layer]:
         for one in known[f"{kind}_blocks"]:
             if one.tokens:
                 name = f"{kind}.{block}.{NAMES.get(one.name, one.name)}"
-                layer = Layer(name, one.inputs, one.outputs, one.tokens, place >= first_last)
-                found[f"{kind}_blocks.{block}.{one.name}"] = layer
+                found[f"{kind}_blocks.{block}.{one.name}"] = one._replace(name=name, is_last=place >= first_last)
     return found
 
 
@@ -165,7 +155,7 @@ class Rule(NamedTuple):
     product: str
     pair: Pair
 
-    def matches(self, layer: Layer, product: str) -> bool:
+    def matches(self, layer: Linear, product: str) -> bool:
         names = [layer.name, f"last.{layer.name}"] if layer.is_last else [layer.name]
         return fnmatchcase(product, self.product) and any(fnmatchcase(name, self.layer) for name in names)
 
@@ -266,7 +256,7 @@ def require_rows(cfg: Config, rows: int) -> None:
             _require_possible(layer, stage.pairs[layer.name], rows)
 
 
-def _require_possible(layer: Layer, products: Products, rows: int) -> None:
+def _require_possible(layer: Linear, products: Products, rows: int) -> None:
     """rows: samples of a micro-batch, 0 if unknown. Raises: Refusal, naming the product, the side and the remedy."""
     for product, pair in products.items():
         for place, side in enumerate(pair):
@@ -275,7 +265,7 @@ def _require_possible(layer: Layer, products: Products, rows: int) -> None:
                 raise Refusal(f"precision: {given}: {side.name} {reason}, or write another rule")
 
 
-def _obstacle(layer: Layer, products: Products, product: str, place: int, side: Side, rows: int) -> str:
+def _obstacle(layer: Linear, products: Products, product: str, place: int, side: Side, rows: int) -> str:
     """Why a side cannot be, with the remedy; "" if it can. place: 0 on the left, 1 on the right."""
     *heights, summed = layer.sizes(rows)[product]
     what, key = ("tokens of a micro-batch", TOKENS) if product == "grad_weight" else ("features", "model.hidden")

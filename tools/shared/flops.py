@@ -32,10 +32,10 @@ def operations(model: ModelConfig) -> list[Op]:
     times = {"double_blocks": model.double_blocks, "single_blocks": model.single_blocks}
     found = []
     for part, ones in linears(model).items():
-        for name, tokens, inputs, outputs in ones:
-            rows = max(1, tokens)
-            once = 2 * rows * inputs * outputs
-            found.append(Op(part, name, times.get(part, 1), rows, once, once if name in FIRST else 2 * once))
+        for one in ones:
+            rows = max(1, one.tokens)
+            once = 2 * rows * one.inputs * one.outputs
+            found.append(Op(part, one.name, times.get(part, 1), rows, once, once if one.name in FIRST else 2 * once))
     tokens = model.image_tokens + model.text_tokens
     scores_and_values = 4 * tokens * tokens * model.hidden
     for part, count in times.items():
