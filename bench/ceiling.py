@@ -71,7 +71,9 @@ def fp8_kinds(device: torch.device, wanted: list[Product]) -> tuple[torch.dtype,
 
 def plain(product: Product, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
     """A call of the product in the layout in which nn.Linear and its backward have it; allocates nothing."""
-    m, n, k = product.m, product.n, product.k
+    m = product.m
+    n = product.n
+    k = product.k
     out = torch.empty(m, n, device=device, dtype=dtype)
     left = random(k, m, device, dtype).t() if product.kind == "grad_weight" else random(m, k, device, dtype)
     right = random(n, k, device, dtype).t() if product.kind == "forward" else random(k, n, device, dtype)
@@ -83,7 +85,9 @@ def fp8(product: Product, device: torch.device, kinds: tuple[torch.dtype, torch.
 
     Gradients are the left operand of grad_input and grad_weight; only forward sums fast, as training does.
     """
-    m, n, k = product.m, product.n, product.k
+    m = product.m
+    n = product.n
+    k = product.k
     forward = product.kind in ("forward", "square")
     left = random(m, k, device, kinds[0] if forward else kinds[1])
     right = random(n, k, device, kinds[0]).t()

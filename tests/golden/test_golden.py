@@ -127,8 +127,8 @@ def test_every_place_is_used_and_every_value_has_one():
     assert used == {id(place) for place in places.PLACES.values()}
     for value in KEPT.values:
         place = places.place(value.name)
-        assert (value.meaning, value.why) == (place.meaning, place.kind.why)
-        assert (value.atol, value.rtol) == place.kind.tolerances(read(value.name), CFG.optim.lr)
+        assert (value.meaning, value.why) == (place.meaning, place.why)
+        assert (value.atol, value.rtol) == place.tolerances(read(value.name), CFG.optim.lr)
         assert value.inputs == places.inputs_of(value.name) and not any(hint.isupper() for hint in place.hints)
 
 

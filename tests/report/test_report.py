@@ -94,7 +94,7 @@ def test_a_resumed_run_shows_all_its_losses_and_no_time(tmp_path):
 BROKEN = [
     (r'.*"key": "opt_name".*\n', "", "Required EXACTLY_ONE occurrence of 'opt_name' but found 0"),
     ("0.5855", "0.5865", "Failed checks for eval_accuracy"),
-    ('"status": "success"', '"status": "aborted", "reason": "sad"', "run_stop has status 'aborted': sad"),
+    ('"status": "success"', '"status": "aborted", "reason": "sad\\\\n"', r"run_stop has status 'aborted': sad\n"),
     (r'.*"key": "run_stop".*\n', "", "run_stop is missing"),
     (r'.*"key": "run_start".*\n', "", "run_start is missing"),
     (r'(?s)(.*"run_stop".*)"time_ms": 1', r'\1"time_ms": 0.1', "no loss between run_start and run_stop"),

@@ -68,9 +68,8 @@ def measured(value: Value, want: np.ndarray, yours: np.ndarray, wrong: np.ndarra
     if value.atol or value.rtol:
         rms = np.sqrt(np.square(off).mean() / np.square(size).mean())
         words += f", up to {ratio.max():.3g} x tolerance, rms {rms:.2g}"
-    place = np.unravel_index(ratio.argmax(), ratio.shape)
-    at = [int(index) for index in place]
-    return Difference(value, words, f"worst at {at}: yours {yours[place]}, golden {want[place]}")
+    place = tuple(map(int, np.unravel_index(ratio.argmax(), ratio.shape)))
+    return Difference(value, words, f"worst at {list(place)}: yours {yours[place]}, golden {want[place]}")
 
 
 def report(golden: Golden, dump: Values) -> tuple[int, int, int]:

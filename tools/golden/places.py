@@ -12,12 +12,18 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Kind:
-    """How far a value may be off: `tolerance` times the largest magnitude of its elements (unit: "largest")."""
+class Place:
+    """What values are, how exact they are, and what a port may have done wrong where they differ.
+
+    A value may be off by `tolerance` times a unit: "largest", the largest magnitude of its elements; "each", each
+    element; or "rate", the learning rate.
+    """
 
     tolerance: float
-    unit: str  # or "each": times each element; or "rate": times the learning rate
-    why: str
+    unit: str
+    why: str  # the reason of the tolerance
+    meaning: str
+    hints: list[str]
 
     def tolerances(self, golden: np.ndarray, rate: float) -> tuple[float, float]:
         """(atol, rtol) of a value. rate: the run's learning rate."""
@@ -27,23 +33,16 @@ class Kind:
         return float(f"{self.tolerance * largest:.1e}"), 0.0
 
 
-@dataclass(frozen=True)
-class Place:
-    """What values are, how exact they are, and what a port may have done wrong where they differ."""
-
-    meaning: str
-    kind: Kind
-    hints: tuple[str, ...]
-
-
 TABLES = tomllib.loads(Path(__file__).with_name("places.toml").read_text(encoding="utf-8"))
 
 
 def made(kind: str, meaning: str, *hints: str) -> Place:
     """A place from its row in the table. A hint may be the name of shared ones."""
-    shared = TABLES["hints"]
-    words = [text for hint in hints for text in shared.get(hint, [hint])]
-    return Place(meaning, Kind(*TABLES["kinds"][kind]), tuple(words))
+    words = []
+    for hint in hints:
+        words += TABLES["hints"].get(hint, [hint])
+    tolerance, unit, why = TABLES["kinds"][kind]
+    return Place(tolerance, unit, why, meaning, words)
 
 
 # By pattern; the first pattern that matches a name counts.

@@ -12,14 +12,15 @@ from flux_ref.precision.fp8 import cast, magnitudes, scales_of
 from flux_ref.precision.linear import PolicyLinear
 from tools.golden import places
 from tools.golden.files import Values
-from tools.golden.forward import Tensors, given_tensors, named, passed, plain
+from tools.golden.forward import Recorded, Tensors, given_tensors, named, passed, plain
 
 LAYER = "single.0.linear1"  # as a policy names a linear; any will do
 KEPT = re.compile(
     r"time_waves|rope|vec|(double|single)_blocks\.\d+(\.img|\.txt)?|(double|single)_blocks\.0\.attention\.q"
     r"|x_t|prediction|loss.*|grad\.norms"
 )
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 MI300X = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 
 
@@ -44,7 +45,8 @@ def operations(cfg: Config, given: Values) -> Tensors:
     # The latent is zero, so the target is the noise.
     target = fed["loss.target"]
     batch = {name: torch.zeros(1) for name in ("logvar", "latent_eps", "t5", "clip", "t")}
-    batch |= {"mean": torch.full((1,), latents.SHIFT), "noise": latents.unpack(target, 4, 6)}
+    batch["mean"] = torch.full((1,), latents.SHIFT)
+    batch["noise"] = latents.unpack(target, 4, 6)
     results = {
         "modulate": model.modulate(x["modulate.x"], x["modulate.shift"], x["modulate.scale"]),
         "rope": model.apply_rope(both.query_norm(x["rope.x"]), table),
@@ -56,11 +58,11 @@ def operations(cfg: Config, given: Values) -> Tensors:
     return named("bf16.only", results)
 
 
-def fp8_linear(given: Values) -> Tensors:
+def fp8_linear(given: Values) -> Recorded:
     """One linear in FP8, forward and backward; casts of its operands, also to MI300X's formats."""
     fed = given_tensors(given, "fp8.")
     x, weight, grad = (fed[name].bfloat16() for name in ("x", "weight", "grad"))
-    values: Tensors = {}
+    values: Recorded = {}
     for name, operand, dtype in (
         ("x", x, E4M3),
         ("weight", weight, E4M3),
@@ -70,7 +72,8 @@ def fp8_linear(given: Values) -> Tensors:
         ("negative", -x.abs(), E4M3),
     ):
         scale, _ = scales_of(magnitudes(operand), dtype)
-        values |= {f"fp8.{name}.scale": scale, f"fp8.{name}.bits": cast(operand, scale, dtype).view(torch.uint8)}
+        values[f"fp8.{name}.scale"] = scale
+        values[f"fp8.{name}.bits"] = cast(operand, scale, dtype).view(torch.uint8)
     linear = nn.Linear(48, 16, dtype=torch.bfloat16)
     linear.weight = nn.Parameter(weight)
     linear.bias = nn.Parameter(fed["bias"].bfloat16())
@@ -78,8 +81,11 @@ def fp8_linear(given: Values) -> Tensors:
     x.requires_grad_()
     y = in_fp8(x)
     y.backward(grad)
-    results = {"y": y, "grad_x": x.grad, "grad_weight": in_fp8.weight.grad, "grad_bias": in_fp8.bias.grad}
-    return values | named("fp8", results)
+    values["fp8.y"] = y
+    values["fp8.grad_x"] = x.grad
+    values["fp8.grad_weight"] = in_fp8.weight.grad
+    values["fp8.grad_bias"] = in_fp8.bias.grad
+    return values
 
 
 def fp8_edges(given: Values) -> Tensors:
@@ -89,6 +95,7 @@ def fp8_edges(given: Values) -> Tensors:
     for dtype in (E4M3, E5M2, *MI300X):
         kind = str(dtype).removeprefix("torch.float8_")
         codes = cast(fed[f"edge.{kind}.x"], torch.tensor(1.0), dtype)
-        values |= {f"edge.{kind}.bits": codes.view(torch.uint8), f"edge.{kind}.decoded": codes.float()}
+        values[f"edge.{kind}.bits"] = codes.view(torch.uint8)
+        values[f"edge.{kind}.decoded"] = codes.float()
         values[f"scales.{kind}"] = scale_of_magnitude(fed["scales.amax"], torch.finfo(dtype).max)
     return named("fp8", values)

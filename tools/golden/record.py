@@ -89,13 +89,13 @@ def write(folder: Path) -> None:
     entries = []
     for name, (dtype, array) in record(given).items():
         place = places.place(name)
-        atol, rtol = place.kind.tolerances(array, rate)
+        atol, rtol = place.tolerances(array, rate)
         old = golden.arrays.get(name)
         if old is not None and (old.shape, old.dtype) == (array.shape, array.dtype):
             array = array if is_off(array, old, atol, rtol).any() else old
         arrays[name] = array
-        atol, rtol = place.kind.tolerances(array, rate)
-        about = place.meaning, atol, rtol, place.kind.why, places.inputs_of(name)
+        atol, rtol = place.tolerances(array, rate)
+        about = place.meaning, atol, rtol, place.why, places.inputs_of(name)
         value = Value(name, list(array.shape), dtype, name in given, *about)
         entries.append(json.dumps(asdict(value)))
     with whole(folder / VALUES) as partial:

@@ -218,9 +218,11 @@ def counted(node: torch.fx.Node) -> Callable | None:
 def _product(node: torch.fx.Node, formula: Callable) -> Product:
     """Operations and bytes of a product; attention's backward computes its scores again."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda other: other.meta["val"])
-    given, made = _tensors((args, kwargs)), _tensors(node.meta["val"])
+    given = _tensors((args, kwargs))
+    made = _tensors(node.meta["val"])
     flop = formula(*args, **kwargs, out_val=node.meta["val"])
-    return Product(flop, sum(one.nbytes for one in given + made), any(one.itemsize == 1 for one in given))
+    moved = sum(one.nbytes for one in given + made)
+    return Product(flop, moved, is_fp8=any(one.itemsize == 1 for one in given))
 
 
 def _tensors(tree: object) -> list[Tensor]:

@@ -75,7 +75,8 @@ def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine
     still reduced. The last micro-batch also sums each unit over the replicas, one after another.
     """
     units = layout.units
-    first, root = units[0], units[-1]
+    first = units[0]
+    root = units[-1]
     item = ITEM_BYTES[cfg.parallel.dtype]
     reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
 

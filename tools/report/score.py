@@ -11,6 +11,7 @@ from typing import Any
 
 from flux_ref.benchmark import closed
 from flux_ref.benchmark.mllog import RESUMED
+from flux_ref.errors import printable
 from flux_ref.files import read_json
 from tools.report import official, result_log
 from tools.report.official import Convergence
@@ -75,9 +76,11 @@ def measure(log: ResultLog, complaints: list[str]) -> Run:
     settings = {key: value for key in SETTINGS if (value := log.value(key)) is not None}
     run = Run(log.name, str(log.path), settings, [])
     if stop and stop.metadata.get("status") != "success":
-        run.faults.append(f"run_stop has status {stop.metadata.get('status')!r}: {stop.metadata.get('reason')}"[:300])
+        status = stop.metadata.get("status")
+        reason = printable(str(stop.metadata.get("reason")))
+        run.faults.append(f"run_stop has status {status!r}: {reason}"[:300])
     timed = log.events
-    disqualified = dict.fromkeys(str(event.value)[:200] for event in log.all("disqualified"))
+    disqualified = dict.fromkeys(printable(str(event.value))[:200] for event in log.all("disqualified"))
     if not start or not stop:
         missing = "run_stop" if start else "run_start"
         run.faults.append(f"{missing} is missing: the run was cut off or still goes on")
