@@ -66,16 +66,19 @@ def main(argv: list[str]) -> int:
     b = by_seed(args.b)
     if a.keys() != b.keys() or len(a) < 2:
         raise Refusal("--a and --b: give each a run of each seed (train.seed), at least two")
+
     of_a = config.flat(config_file.load(args.a[0] / "config.toml"))
     of_b = config.flat(config_file.load(args.b[0] / "config.toml"))
     for key in of_a:
         if of_a[key] != of_b[key] and key not in ("run.dir", "train.seed"):
             print(f"{key} is {of_a[key]!r} in A, {of_b[key]!r} in B")
+
     curves_a = [curve(a[seed]) for seed in a]
     curves_b = [curve(b[seed]) for seed in a]
     common = set.intersection(*map(set, curves_a + curves_b))
     if not common:
         raise Refusal("the runs share no evaluation; train all with the same eval.every_samples")
+
     print(HEAD)
     for at in sorted(common):
         row = paired([losses[at] for losses in curves_a], [losses[at] for losses in curves_b])

@@ -38,6 +38,7 @@ def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | N
         return Difference(value, f"its dtype is {yours.dtype}, want {value.dtype}")
     if yours.shape != want.shape and (yours.shape, want.shape) != ((1,), ()):  # some frameworks have no scalars
         return Difference(value, f"its shape is {list(yours.shape)}, want {value.shape}")
+
     computed = np.float64 if want.dtype.kind == "f" else want.dtype
     with np.errstate(all="ignore"):  # NaNs, infinities, and values of 0
         yours = yours.reshape(want.shape).astype(computed)
@@ -74,11 +75,13 @@ def measured(value: Value, want: np.ndarray, yours: np.ndarray, wrong: np.ndarra
 
 def report(golden: Golden, dump: Values) -> tuple[int, int, int]:
     """Print how a dump compares. Returns how many values differ, are missing and are unknown."""
+
     common = [value for value in golden.values if value.name in dump]
     found = [compare(value, golden.arrays[value.name], dump[value.name]) for value in common]
     differences = [difference for difference in found if difference]
     missing = [value.name for value in golden.values if value.name not in dump and not value.given]
     unknown = [errors.printable(name)[:100] for name in sorted(dump.keys() - golden.arrays.keys())]
+
     print(f"{len(common)} values compared, {len(differences)} differ, {len(missing)} missing, {len(unknown)} unknown")
     if differences:
         explain(golden, differences)
@@ -94,6 +97,7 @@ def explain(golden: Golden, differences: list[Difference]) -> None:
     width = max(len(found.value.name) for found in differences)
     for found in differences:
         print(f"  {found.value.name:{width}}  {found.words}")
+
     value, _, worst = differences[0]
     print(f"\nfirst difference: {value.name}, {value.shape} {value.dtype}")
     print(f"  {value.meaning}")
@@ -102,6 +106,7 @@ def explain(golden: Golden, differences: list[Difference]) -> None:
         print(f"  {worst}")
     if value.shape == [len(golden.parameters)]:
         print("  one norm per parameter, in the order of `parameters` in the index")
+
     print("  known mistakes:")
     for hint in places.place(value.name).hints:
         print(f"    - {hint}")

@@ -58,10 +58,12 @@ def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
 
     for name, module in net.named_modules():
         module.register_forward_hook(partial(note, name))
+
     losses = flow.losses(net, batch, dtype)
     losses.mean().backward()
     latent = latents.sample(batch["mean"], batch["logvar"], batch["latent_eps"])
     noise = batch["noise"]
+
     values["rope"] = net.rope
     values["latent"] = latent
     values["x_t"] = flow.interpolate(latent, noise, batch["t"])
@@ -74,8 +76,10 @@ def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
     values["loss"] = losses.mean()
     for i in range(net.cfg.double_blocks):
         values[f"double_blocks.{i}.img"], values[f"double_blocks.{i}.txt"] = values[f"double_blocks.{i}"]
+
     values |= attention_of_double_block(values, "double_blocks.0", net.cfg)
     values |= attention_of_single_block(values, "single_blocks.0", net.cfg)
+
     grads = gradients(net)
     kept = {name: values[name] for name in places.TABLES["recorded"]["forward"]} | named(
         "grad", {name: grads[name] for name in reversed(WHOLE)}

@@ -40,8 +40,10 @@ def operations(cfg: Config, given: Values) -> Tensors:
     height, width = about["grid"]
     positions = torch.cat((text, latents.image_positions(2 * height, 2 * width)))
     table = model.rope_table(positions, about["axes"], about["theta"])
+
     both = model.QKNorm(16)
     both.query_norm.scale = both.key_norm.scale = nn.Parameter(x["rope.norm"])
+
     # The latent is zero, so the target is the noise.
     target = fed["loss.target"]
     batch = {name: torch.zeros(1) for name in ("logvar", "latent_eps", "t5", "clip", "t")}
@@ -74,10 +76,12 @@ def fp8_linear(given: Values) -> Recorded:
         scale, _ = scales_of(magnitudes(operand), dtype)
         values[f"fp8.{name}.scale"] = scale
         values[f"fp8.{name}.bits"] = cast(operand, scale, dtype).view(torch.uint8)
+
     linear = nn.Linear(48, 16, dtype=torch.bfloat16)
     linear.weight = nn.Parameter(weight)
     linear.bias = nn.Parameter(fed["bias"].bfloat16())
     in_fp8 = PolicyLinear(linear, LAYER, Config(precision=PrecisionConfig(preset="fp8")), "cpu")
+
     x.requires_grad_()
     y = in_fp8(x)
     y.backward(grad)

@@ -98,6 +98,7 @@ def write(folder: Path) -> None:
         about = place.meaning, atol, rtol, place.why, places.inputs_of(name)
         value = Value(name, list(array.shape), dtype, name in given, *about)
         entries.append(json.dumps(asdict(value)))
+
     with whole(folder / VALUES) as partial:
         partial.write_bytes(save(arrays))
     head = json.dumps({"sha256": checksum(folder / VALUES), "parameters": golden.parameters})

@@ -118,8 +118,10 @@ def training(cfg: Config, world: World, given: Values) -> Recorded:
             values |= passed(plain(cfg.model, initial), batch, torch.float32)
         else:
             values[f"{place}.losses"] = losses_of(cfg, local(state.net), batch)
+
         state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim.lr, cfg.optim.warmup_steps))
         loss, norm = step.train_step(state.net, state.opt, batch, Health(CPU), cfg)
+
         values[f"{place}.loss"] = loss
         values[f"{place}.grad_norm"] = norm
         coefficient = cfg.optim.clip_norm / (norm + optim.CLIP_EPS)
@@ -137,6 +139,7 @@ def after_step(state: State, initial: Tensors, with_moments: bool) -> Tensors:
         if with_moments:
             values |= named(kind, {name: tensors[name].clone() for name in WHOLE})
         values[f"{kind}.norms"] = norms(tensors)
+
     weights = local(state.net)
     values |= named("weights", {name: weights[name].clone() for name in WHOLE})
     values["update_norms"] = norms({name: weights[name] - initial[name] for name in initial})
@@ -159,6 +162,7 @@ def on_two_ranks(cfg: Config, world: World, given: Values) -> Recorded:
         state = start(cfg, world, given)
         loss, norm = step.train_step(state.net, state.opt, batch, Health(CPU), cfg)
         each.append(rows | {"losses": losses.detach(), "loss": loss, "grad_norm_of_rank": norm})
+
     values: Recorded = {name: np.stack([row[name] for row in each]) for name in each[0]}
     values["mean_loss"] = values["loss"].mean()
     values["grad.norms"] = norms(gradients(net))
@@ -181,9 +185,12 @@ def validation(cfg: Config, world: World, given: Values) -> Recorded:
             is_sample = batch["timestep"] >= 0
             for name, kept in rows.items():
                 kept.append(found[name][is_sample])
+
     values = {name: torch.cat(kept) for name, kept in rows.items()}
+
     runner = step_runner.StepRunner(start(cfg, world, given), cfg, world)
     result = evaluate.validation_loss(runner, val_set, samples=0)
+
     counts = np.bincount(given["data.val.timestep"], minlength=schedule.TIMESTEPS)
     values["count"] = torch.from_numpy(counts).float()
     values["loss_per_timestep"] = torch.tensor(result.losses)

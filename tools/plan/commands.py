@@ -38,12 +38,14 @@ def run(argv: list[str]) -> int:
     if not precision or cfg.precision.rules or cfg.precision.switch:
         known = ", ".join(PLANNED)
         raise Refusal(f"a plan knows the rates of {known}; set precision.preset so, without precision.rules and switch")
+
     gpu, assumed = hardware.load(args.gpu, precision)
     one = plan.make(cfg, Machine(gpu, assumed, args.gpus))
     label = cfg.precision.preset if policy.narrowest(cfg) else cfg.parallel.dtype
     fits = one.total <= one.card
     disk = shards.layout(cfg.model).stride * ((cfg.data.train_count or TRAIN_SAMPLES) + one.val_count)
     checkpoint = bytes_per_parameter(cfg.optim) * one.layout.parameters
+
     lines = [
         f"{cfg.name} on {args.gpus} x {args.gpu}: {label}, micro-batch {one.rows}, "
         f"{one.layout.replicas} x {one.layout.shards} shards",

@@ -177,6 +177,7 @@ def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
     for node in nodes:
         if counted(node):
             real.update((node, *node.all_input_nodes))
+
     inputs = _storages(given)
     sizes = dict(inputs)  # of storages, in bytes
     first = dict.fromkeys(inputs, 0)  # moment of a storage
@@ -199,6 +200,7 @@ def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
             products.append(_product(node, formula))
         else:
             moved += sum(sizes[key] for key in read | new if new)
+
     kept = _storages(outputs)
     # AOTAutograd calls what backward is given of weights and inputs primals, and gradients tangents.
     lent = _storages(node for node in given if node.name.startswith(("primals", "tangents")))

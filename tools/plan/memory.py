@@ -38,7 +38,9 @@ def fullest(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus:
     always["weights"] = MASTER * layout.sharded(*layout.units)
     always["moments"] = always["weights"] * len(moment_kinds(cfg.optim))
     always["buffers"] = sample * (cfg.train.global_batch // gpus + cfg.eval.batch)
+
     instants = training(cfg, layout, footprints, gpus * rows < cfg.train.global_batch, rows)
+
     kept = regions[freed(cfg.parallel, len(regions)) :]
     for unit in regions:
         working = footprints[unit.kind].forward.most + footprints[ROOT].forward.most
@@ -73,6 +75,7 @@ def training(
             "activations": saved,
             "working set": need.backward.most + stream,
         }
+
         saved -= need.forward.kept
         # The region's weights are free. Its gradients are copied, and freed before the result is made.
         copied = max(item * unit.whole, reduced * layout.sharded(unit))

@@ -56,6 +56,7 @@ def make(cfg: Config, machine: Machine) -> Plan:
     footprints = footprint.trace(cfg, machine.gpu.arch, rows)
     instant = memory.fullest(cfg, layout, footprints, gpus, rows)
     times = step_time.times(cfg, layout, footprints, machine, rows)
+
     val_count = (cfg.data.val_count or VAL_SAMPLES) if cfg.data.val else 0
     reference = samples_to_target(cfg) if val_count else None
     samples = reference or cfg.train.max_samples
@@ -105,6 +106,7 @@ def warnings(one: Plan) -> list[str]:
         if cfg.parallel.kept_regions < 0:
             remedy += "; parallel.kept_regions=0 gathers two regions in place of all"
         lines.append(f"memory: {one.total / GB:.0f} GB do not fit {one.card / GB:g} GB; {remedy}")
+
     departures = closed.departures(cfg, cfg.data.train_count or TRAIN_SAMPLES, one.val_count)
     if len(departures) <= closed.FEW:  # else it is no benchmark run, and nobody takes it for one
         lines += [f"no benchmark result: {text}" for text in departures]

@@ -86,6 +86,7 @@ def planned_s(system: System, gemm_share: float | None = None) -> float:
     layout = footprint.layout(cfg, system.gpus, gpu.node)
     footprints = traced(system.precision, gpu.arch, rows)
     forward = sum(machine.seconds(footprints[unit.kind].forward) for unit in layout.units)
+
     # Attention and the MLP of a double block and a single block's end, in forward and again in backward.
     sums = 2 * (2 * cfg.model.double_blocks + cfg.model.single_blocks)
     tokens = cfg.model.text_tokens + cfg.model.image_tokens

@@ -96,11 +96,13 @@ def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine
     evaluated = sum(forward_of[unit.kind] for unit in units)
     # FSDP2 copies gathered weights to where layers find them, and gradients to where they are reduced.
     forward = evaluated + sum(machine.moving(2 * unit.gathered) for unit in units)
+
     backwards = []
     for i, unit in enumerate(units):
         copied = (item + reduced) * unit.padded + 2 * unit.gathered * (i < len(again))
         backwards.append(backward_of[unit.kind] + machine.moving(copied))
     backward = sum(backwards)
+
     # The optimizer reads and writes weights and moments. It reads the gradient, as the norm does; clipping reads and
     # writes it. An average of the weights reads the weight once more.
     per_weight = 2 * bytes_per_parameter(cfg.optim) + 4 * (5 if cfg.optim.ema else 4)

@@ -59,6 +59,7 @@ def losses(batch: int, systems: list[System]) -> Figure:
                 axes.plot(*zip(*run.val_curve), "x:" if run.faults else ".-", color=f"C{place}", label=label)
                 label = ""
                 shown.append(run.val_curve)
+
     target = number(systems[0].value("target_accuracy"))
     target = target if target > 0 else 0.0
     axes.axhline(target, color="red", linestyle="--", label=f"target {target:g}")
@@ -68,6 +69,7 @@ def losses(batch: int, systems: list[System]) -> Figure:
         axes.plot(samples, median, color="grey", label="public runs")
         axes.fill_between(samples, low, high, color="grey", alpha=0.25)
         shown += [[*zip(samples, low)], [*zip(samples, high)]]
+
     axes.set_ylim(*span(shown, target))
     axes.legend()
     return figure

@@ -69,9 +69,11 @@ def find(arguments: list[Path]) -> list[tuple[str, list[Path]]]:
         for path in found:
             content = read_bytes(path, "log", MOST_BYTES)
             files.setdefault(hashlib.sha256(content).digest(), path.resolve())
+
     systems: dict[tuple, list[Path]] = {}
     for path in files.values():
         systems.setdefault(_system(path), []).append(path)
+
     named = []
     for paths in systems.values():
         home = os.path.commonpath([path.parent for path in paths])

@@ -79,6 +79,7 @@ def measure(log: ResultLog, complaints: list[str]) -> Run:
         status = stop.metadata.get("status")
         reason = printable(str(stop.metadata.get("reason")))
         run.faults.append(f"run_stop has status {status!r}: {reason}"[:300])
+
     timed = log.events
     disqualified = dict.fromkeys(printable(str(event.value))[:200] for event in log.all("disqualified"))
     if not start or not stop:
@@ -87,16 +88,19 @@ def measure(log: ResultLog, complaints: list[str]) -> Run:
     elif not any(text.startswith(RESUMED) for text in disqualified):  # the parts of a run have no common clock
         run.minutes = (stop.time_ms - start.time_ms) / 60 / 1000  # rounded as in the official summarizer
         timed = [event for event in timed if start.time_ms <= event.time_ms <= stop.time_ms]
+
     run.faults += [*disqualified, *complaints]
     if log.value("submission_division") == "closed":
         found = {key: log.value(closed.OFFICIAL.get(key, key)) for key in closed.FIXED}
         run.faults += closed.judge(found, bool(log.value(closed.REHEARSED)))
+
     losses = {}
     for event in timed:
         samples = number(event.metadata.get("samples_count"))
         loss = number(event.value)
         if event.key == "eval_accuracy" and samples > 0 and loss > 0:
             losses[samples] = loss  # several ranks may write it
+
     run.val_curve = sorted(losses.items())
     run.samples = max(losses, default=math.nan)
     if run.minutes > 0:
@@ -118,8 +122,10 @@ def judge(name: str, paths: list[Path], ruleset: str, points: Path | None = None
     runs = [measure(log, faults) for log, faults in zip(logs, complaints)]
     described = paths[0].with_name("environment.json")  # our own runs have it
     machine = read_json(described, "description of a machine") if described.exists() else {}
+
     mixtures = _mixtures(runs)
     system = System(name, runs, machine.get("ranks"), machine.get("device", "device"), convergence, mixtures)
+
     counted = [run for run in runs if run.samples_per_s > 0 and not run.faults]
     if counted and not mixtures:
         is_whole = len(runs) == RUNS and len(counted) >= RUNS - 1
@@ -127,6 +133,7 @@ def judge(name: str, paths: list[Path], ruleset: str, points: Path | None = None
         system.samples_to_converge = mean([run.samples for run in counted])
         system.samples_per_s = statistics.fmean(run.samples_per_s for run in counted)
         system.olympic_mean_minutes = mean([run.minutes for run in counted]) if is_whole else math.nan
+
     failed = [run for run in runs if run.faults]
     if len(runs) != RUNS:
         system.reasons.append(f"{len(runs)} of the {RUNS} runs that the rules ask for")
@@ -137,6 +144,7 @@ def judge(name: str, paths: list[Path], ruleset: str, points: Path | None = None
         here = f"{text(system.samples_to_converge)} samples to the target"
         least = f"accepted from {text(convergence.least_mean)}"
         system.reasons.append(f"convergence: {convergence.message}; {here}, {least}")
+
     if not system.reasons:
         system.verdict = PASSING_REHEARSAL if system.value(closed.REHEARSED) else VALID
     if system.verdict == VALID:

@@ -31,11 +31,13 @@ def lines(system: System) -> list[str]:
     told += table(RUN, rows)
     for run in system.runs:
         told += [f"{run.name} failed: {fault}" for fault in run.faults[:SHOWN_FAULTS]]
+
     check = system.convergence
     if check:
         outcome = {True: "passed", False: "failed", None: "not judged"}[check.passed]
         means = f"reference {text(check.reference_mean)} samples, accepted from {text(check.least_mean)}"
         told.append(f"convergence: {outcome} ({check.message}), {means}, here {text(system.samples_to_converge)}")
+
     if system.olympic_mean_minutes > 0:
         score = text(system.score_minutes, ",.2f")
         told.append(f"olympic mean: {system.olympic_mean_minutes:,.2f} minutes; normalised: {score}")
