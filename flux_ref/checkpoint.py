@@ -239,8 +239,6 @@ class Saver:
             **self.facts,
             "name": self.cfg.name,
             "config": config.flat(self.cfg),
-            "world_size": self.world.size,
-            "torch": torch.__version__,
         }
         rows = rows_of(state)
         for key, copy in self.host.items():
