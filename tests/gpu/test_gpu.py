@@ -4,11 +4,11 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import MICRO, require_identical
+from conftest import micro_config, require_identical
 from fp8_net import Net
 from graph_ranks import everything
 
-from flux_ref import checkpoint, config_file
+from flux_ref import checkpoint
 from flux_ref.checkpoint import Saver, load
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
@@ -56,14 +56,14 @@ def losses_of(cfg: Config, world: World, waits: str = "default") -> list[float]:
 
 
 def test_losses_equal_the_cpus(on_both):
-    on_device, on_cpu = on_both(lambda world: losses_of(config_file.load(MICRO), world))
+    on_device, on_cpu = on_both(lambda world: losses_of(micro_config(), world))
     assert on_device == pytest.approx(on_cpu, rel=1e-3)
 
 
 @pytest.mark.parametrize("micro_batch", [0, 3])
 def test_training_step_never_waits_for_the_device(micro_batch, world):
     """No .item(), no implicit sync."""
-    cfg = config_file.replace(config_file.load(MICRO), parallel__dtype="bf16", train__micro_batch=micro_batch)
+    cfg = micro_config(parallel__dtype="bf16", train__micro_batch=micro_batch)
     losses = losses_of(cfg, world, "error")
     assert losses[-1] < losses[0]
 
@@ -103,7 +103,7 @@ def test_compiled_fp8_linears_equal_eager_ones_on_a_device(device, arch):
 
 def test_a_saved_state_goes_on_bit_for_bit(world, deterministic, tmp_path):
     """The save overlaps with the steps that come after it, which must not show in it."""
-    cfg = config_file.replace(config_file.load(MICRO), run__dir=str(tmp_path), parallel__dtype="bf16")
+    cfg = micro_config(run__dir=str(tmp_path), parallel__dtype="bf16")
     batch = batch_of(cfg, world)
 
     def train(state: State, steps: int) -> dict[str, torch.Tensor]:

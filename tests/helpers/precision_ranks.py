@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from conftest import MICRO
+from conftest import micro_config
 from lively_nets import lively_net, of_all, whole
 from torch import Tensor
 
@@ -36,7 +36,7 @@ def fp8_config(**values: object) -> Config:
         "precision__history": 3,
         "parallel__dtype": "bf16",
     }
-    return config_file.replace(config_file.load(MICRO), **(SIZES | fp8 | {"train__global_batch": ROWS} | values))
+    return micro_config(**(SIZES | fp8 | {"train__global_batch": ROWS} | values))
 
 
 def lively_state(cfg: Config, world: World) -> State:
