@@ -64,10 +64,16 @@ KINDS = {  # what is measured: how, its unit, the remedy
 
 def rounds(size: int, per_node: int) -> list[tuple[str, list[list[int]]]]:
     """What is measured, and the ranks that take part together. No rank is in two groups of a round."""
+    product, inside, with_neighbour = KINDS
     nodes = [[*range(first, first + per_node)] for first in range(0, size, per_node)]
     pairs = [one + other for one, other in pairwise(nodes)]
-    groups = ([[*range(size)]], nodes if per_node > 1 else [], pairs[::2], pairs[1::2])
-    return [(what, of_kind) for what, of_kind in zip((*KINDS, [*KINDS][-1]), groups) if of_kind]
+    found = [(product, [[*range(size)]])]
+    if per_node > 1:
+        found.append((inside, nodes))
+    for first in (0, 1):
+        if pairs[first::2]:
+            found.append((with_neighbour, pairs[first::2]))
+    return found
 
 
 def limited(measure: Callable[[], float], device: torch.device, wait_s: float) -> float:
@@ -101,6 +107,29 @@ def judge(names: list[str], what: str, speeds: list[float], slow: float) -> tupl
     return lines, {*bad}
 
 
+def survey(world: ranks.World, wait_s: float, mark: Callable[[str], None]) -> dict[str, list[float]]:
+    """Speeds of all ranks; -1 where a rank took no part. mark: called with what begins. Collective.
+
+    Ends after a round with a speed of 0: a device may be blocked then.
+    """
+    host = ranks.host_group("preflight")
+    found: dict[str, list[float]] = {}
+    for what, groups in rounds(world.size, world.size // ranks.replica_count(0, world.nodes)):
+        mark(what)
+        measure, *_ = KINDS[what]
+        speed = -1.0
+        for members in groups:
+            group = dist.new_group(members)
+            if isinstance(group, dist.ProcessGroup):  # other ranks get a number
+                speed = limited(partial(measure, world.device, group), world.device, wait_s)
+        speeds = ranks.gather_objects(speed, host)
+        best = found.get(what, speeds)
+        found[what] = [max(pair) for pair in zip(speeds, best)]
+        if 0.0 in speeds:
+            break
+    return found
+
+
 def check(argv: list[str]) -> int:
     """Raises: Refusal."""
     parser = Options("torchrun -m tools.preflight", __doc__)
@@ -109,28 +138,17 @@ def check(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     with Alive("preflight", 3 * args.wait) as alive:  # a node that does not answer would let the others wait for ever
         world = ranks.start(ParallelConfig())
-        host = ranks.host_group("preflight")
         names = ranks.gather_objects(os.environ.get("SLURMD_NODENAME", os.uname().nodename))
-        found: dict[str, list[float]] = {}
-        for what, groups in rounds(world.size, world.size // ranks.replica_count(0, world.nodes)):
-            alive.mark(what)
-            speed = -1.0
-            for members in groups:
-                group = dist.new_group(members)
-                if isinstance(group, dist.ProcessGroup):  # other ranks get a number
-                    speed = limited(partial(KINDS[what][0], world.device, group), world.device, args.wait)
-            speeds = ranks.gather_objects(speed, host)
-            found[what] = [max(pair) for pair in zip(speeds, found.get(what, speeds))]
-            if 0.0 in speeds:  # a device may be blocked
-                break
+        found = survey(world, args.wait, alive.mark)
+    lines: list[str] = []
     bad: set[str] = set()
     for what, speeds in found.items():
-        lines, unfit = judge(names, what, speeds, args.slow)
+        told, unfit = judge(names, what, speeds, args.slow)
+        lines += told
         bad |= unfit
-        if world.rank == 0:
-            print(*lines, sep="\n")
+    verdict = f"bad nodes: {','.join(sorted(bad))}" if bad else "all nodes are fit"
     if world.rank == 0:
-        print("preflight:", f"bad nodes: {','.join(sorted(bad))}" if bad else "all nodes are fit")
+        print(*lines, f"preflight: {verdict}", sep="\n")
     return Fault.exit_code if bad else 0
 
 
