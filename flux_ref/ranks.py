@@ -228,22 +228,21 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
     """
     text = json.dumps(value).encode()
     kinds = {backend: kind for kind, backend in BACKENDS.items()}
-    length = torch.tensor([len(text)], device=kinds[dist.get_backend(group)])
-    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, length, group=group)
-    own = torch.frombuffer(bytearray(text.ljust(int(max(lengths)))), dtype=torch.uint8).to(length.device)
-    parts = [torch.empty_like(own) for _ in lengths]
+    longest = torch.tensor([len(text)], device=kinds[dist.get_backend(group)])
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    own = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(longest.device)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, own, group=group)
     return [json.loads(bytes(part.cpu().numpy())) for part in parts]
 
 
 def require_same(text: str, what: str) -> None:
     """Refuse to go on if a text, such as the config, differs between ranks."""
-    texts = gather_objects(text)
-    for rank, other in enumerate(texts):
-        if other != texts[0]:
-            pair = next(pair for pair in zip(texts[0].splitlines(), other.splitlines()) if pair[0] != pair[1])
-            raise Refusal(f"{what} differs between ranks: rank 0 has {pair[0]}, rank {rank} has {pair[1]}")
+    first, *others = (other.splitlines() for other in gather_objects(text))
+    for rank, lines in enumerate(others, 1):
+        for line, other in zip(first, lines):
+            if line != other:
+                raise Refusal(f"{what} differs between ranks: rank 0 has {line}, rank {rank} has {other}")
 
 
 def all_reduce(tensor: Tensor) -> Tensor:
