@@ -29,14 +29,10 @@ PADDING = -1  # timestep of a row without a sample
 
 def fields(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape (without the batch axis) and dtype of everything in a batch."""
-    latent = model.latent_shape
-    return {
-        "t5": ((model.text_tokens, model.t5_dim), torch.bfloat16),
-        "clip": ((model.clip_dim,), torch.bfloat16),
-        "mean": (latent, torch.bfloat16),
-        "logvar": (latent, torch.bfloat16),
-        "latent_eps": (latent, torch.float32),
-        "noise": (latent, torch.float32),
+    stored = shards.layout(model).shapes
+    return {name: (shape, torch.bfloat16) for name, shape in stored.items()} | {
+        "latent_eps": (model.latent_shape, torch.float32),
+        "noise": (model.latent_shape, torch.float32),
         "t": ((), torch.float32),  # time of the flow, in [0, 1)
         "timestep": ((), torch.int64),  # validation: t = timestep / TIMESTEPS, or PADDING
     }
