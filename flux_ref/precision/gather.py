@@ -68,7 +68,7 @@ def install(net: nn.Module, cfg: Config) -> None:
         return
     weights = [cast(DTensor, linear.weight) for linear in linears]
     mesh = weights[0].device_mesh
-    device = mesh.device_type
+    device = weights[0]._local_tensor.device
     largest = max(weight.numel() for weight in weights)
     placeholder = torch.full((largest,), math.nan, device=device, dtype=torch.bfloat16)
     encode = torch.compile(_encode, fullgraph=True, dynamic=False) if cfg.parallel.compile else _encode
