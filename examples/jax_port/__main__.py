@@ -45,10 +45,12 @@ def drawn(cfg, about):
     model = cfg["model"]
     latent = model["latent_channels"], model["latent_height"], model["latent_width"]
     values = {}
+
     for number in range(5):
         given = about[f"draws.words.{number}"]
         place = given["seed"], given["stream"], given["sample"], given["epoch"]
         values[f"words.{number}"] = draws.words(*place, given["count"], given["first"])
+
     values["uniform"] = draws.uniform(values["words.1"])
     values["normal"] = draws.normal(values["words.1"])
     values["name_key"] = np.uint64(draws.name_key("img_in.weight"))
@@ -57,15 +59,18 @@ def drawn(cfg, about):
     samples = range(50)
     values["drop"] = np.array([draws.is_dropped(seed, sample, 1, 0.1) for sample in samples])
     values["t"] = np.array([draws.time(seed, sample, 1) for sample in samples])
+
     for name in ("t.shift", "t.logit_normal", "t.logit_normal_shift"):
         given = about[f"draws.{name}"]
         keys = {key: given[key] for key in ("timestep", "mean", "width", "shift")}
         times = [draws.time(seed, sample, 1, **keys) for sample in samples]
         values[name] = np.array(times)
+
     values["latent_eps"] = draws.normals(seed, draws.LATENT, 3, 1, latent)
     values["noise"] = draws.normals(seed, draws.NOISE, 3, 1, latent)
     values["val_latent_eps"] = draws.normals(seed, draws.VAL_LATENT, 3, 262_144, latent)
     values["val_noise"] = draws.normals(seed, draws.VAL_NOISE, 3, 262_144, latent)
+
     return values
 
 
@@ -86,6 +91,7 @@ def full_size(golden, about):
     key = draws.name_key(piece["name"])
     words = draws.words(seed, draws.INIT, key, 0, piece["count"], piece["first"])
     values["init.piece"] = draws.xavier(words, 3 * 3072, 3072)
+
     return values
 
 
@@ -112,6 +118,7 @@ def steps(cfg, golden, gradient_of, weights):
     """Six steps of training."""
     values = {}
     taken = training.train(cfg, golden, gradient_of, weights, steps=6)
+
     for number, (about, state) in enumerate(taken, start=1):
         for kind, tensors in state.items():
             about |= named(kind, tensors)
@@ -119,6 +126,7 @@ def steps(cfg, golden, gradient_of, weights):
         moved = [state["weights"][name] - weights[name] for name in weights]
         about["update_norms"] = norms(moved)
         values |= named(f"step{number}", about)
+
     return values
 
 
@@ -126,17 +134,20 @@ def two_ranks(cfg, golden, gradient_of, weights):
     """Positions 4 to 7 on two ranks: each takes the mean over its rows, then both take the mean over ranks."""
     ranks = []
     gradients = []
+
     for positions in (range(4, 6), range(6, 8)):
         batch, about = training.train_batch(cfg, golden, positions)
         (loss, seen), gradient = gradient_of(weights, batch)
         norm = training.total_norm(gradient)
         ranks.append(about | {"losses": seen["losses"], "loss": loss, "grad_norm_of_rank": norm})
         gradients.append(gradient)
+
     values = {name: np.stack([rank[name] for rank in ranks]) for name in ranks[0]}
     mean = jax.tree.map(lambda one, other: (one + other) / 2, *gradients)
     values["mean_loss"] = values["loss"].mean()
     values["grad.norms"] = norms(mean[name] for name in weights)
     values["grad_norm"] = training.total_norm(mean)
+
     return values
 
 
@@ -170,6 +181,7 @@ def all_values(cfg, golden, about, weights):
     loss_in_bf16 = functools.partial(network.objective, cfg["model"], BF16)
     gradient_in_bf16 = jax.jit(jax.value_and_grad(loss_in_bf16, has_aux=True))
     values |= named("bf16", one_pass(gradient_in_bf16, weights, batch))
+
     return values
 
 
@@ -180,18 +192,22 @@ def main(folder, dump):
     stored = load_file(folder / "golden.safetensors")
     golden = {}
     about = {}
+
     for value in index["values"]:
         name = value["name"]
         about[name] = value["inputs"]
         if value["given"]:
             golden[name] = stored[name]
+
     weights = {name: jnp.asarray(golden[f"weights.{name}"]) for name in index["parameters"]}
     arrays = {}
+
     for name, value in all_values(cfg, golden, about, weights).items():
         if name in about:
             array = np.asarray(value)
             dtype = np.float32 if array.dtype == BF16 else array.dtype
             arrays[name] = np.array(array, dtype, order="C")
+
     save_file(arrays, dump)
 
 

@@ -60,12 +60,14 @@ def rows_at(seed, count, rate, positions):
     """(sample, epoch, t, whether the caption is dropped) at some positions of a run over `count` samples."""
     orders = {}
     rows = []
+
     for position in positions:
         epoch, place = divmod(position, count)
         if epoch not in orders:
             orders[epoch] = order(seed, epoch, count)
         sample = int(orders[epoch][place])
         rows.append((sample, epoch, time(seed, sample, epoch), is_dropped(seed, sample, epoch, rate)))
+
     return rows
 
 
@@ -83,6 +85,7 @@ def initial_weight(seed, name, shape):
     key = name_key(name)
     if name.startswith(("time_in.", "vector_in.")):
         return normals(seed, INIT, key, 0, shape) * np.float32(0.02)
+
     return xavier(words(seed, INIT, key, 0, math.prod(shape)), *shape).reshape(shape)
 
 

@@ -52,10 +52,13 @@ def rope_table(text_tokens, height, width, axes, theta=10_000):
     text = np.zeros((text_tokens, 3))
     positions = np.concatenate([text, image])
     angles = []
+
     for axis, features in enumerate(axes):
         frequencies = theta ** (-np.arange(0, features, 2) / features)
         angles.append(positions[:, [axis]] * frequencies)
+
     angle = np.concatenate(angles, axis=1)
+
     return np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
 
 
@@ -123,6 +126,7 @@ def heads(norm, qkv, count):
     k = rms_norm(k, norm.weight("key_norm.scale"))
     norm.keep("query_norm", q)
     norm.keep("key_norm", k)
+
     return q, k, v
 
 
@@ -158,6 +162,7 @@ def double_block(block, img, txt, vec, rope, count):
     txt = after_attention(block.at("txt_"), txt, txt_attended, txt_parts)
     block.keep("img", img)
     block.keep("txt", txt)
+
     return img, txt
 
 
@@ -199,14 +204,19 @@ def flux(net, model, img, txt, clip, t):
     vec = net.keep("vec", of_time + embed(net, "vector_in", clip))
     img = net.linear("img_in", img)
     txt = net.linear("txt_in", txt)
+
     for i in range(model["double_blocks"]):
         img, txt = double_block(net.at(f"double_blocks.{i}."), img, txt, vec, rope, count)
+
     x = jnp.concatenate([txt, img], axis=1)
+
     for i in range(model["single_blocks"]):
         x = single_block(net.at(f"single_blocks.{i}."), x, vec, rope, count)
         net.keep(f"single_blocks.{i}", x)
+
     shift, scale = modulation(net, "final_layer.adaLN_modulation.1", vec, 2)
     img = modulate(x[:, text:], shift, scale)
+
     return net.linear("final_layer.linear", img, keep_as="prediction")
 
 
@@ -241,4 +251,5 @@ def objective(model, dtype, weights, batch):
     losses = jnp.square(error).mean((1, 2))
     net.keep("losses", losses)
     net.keep("loss", losses.mean())
+
     return losses.mean(), net.seen

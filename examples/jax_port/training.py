@@ -13,6 +13,7 @@ def make_batch(golden, split, seed, rows):
     eps_stream = draws.LATENT if split == "train" else draws.VAL_LATENT
     noise_stream = draws.NOISE if split == "train" else draws.VAL_NOISE
     filled = []
+
     for sample, epoch, t, dropped in rows:
         row = {name: golden[f"data.{split}.{name}"][sample] for name in STORED}
         if dropped:
@@ -24,6 +25,7 @@ def make_batch(golden, split, seed, rows):
         row["latent_eps"] = draws.normals(seed, eps_stream, sample, epoch, shape)
         row["noise"] = draws.normals(seed, noise_stream, sample, epoch, shape)
         filled.append(row)
+
     return {name: np.stack([row[name] for row in filled]) for name in filled[0]}
 
 
@@ -38,6 +40,7 @@ def train_batch(cfg, golden, positions):
         "drop": np.array(dropped),
         "t": np.array(times),
     }
+
     return make_batch(golden, "train", seed, rows), about
 
 
@@ -66,6 +69,7 @@ def adamw(weight, first, second, gradient, lr, step):
     square = second / (1 - beta2**step)
     weight = weight * (1 - lr * 0.1)
     weight = weight - lr * mean / (jnp.sqrt(square) + 1e-8)
+
     return weight, first, second
 
 
@@ -79,6 +83,7 @@ def train(cfg, golden, gradient_of, weights, steps):
     weights = dict(weights)
     first = {name: jnp.zeros_like(weight) for name, weight in weights.items()}
     second = dict(first)
+
     for step in range(1, steps + 1):
         batch, about = train_batch(cfg, golden, range((step - 1) * size, step * size))
         (loss, seen), gradients = gradient_of(weights, batch)
