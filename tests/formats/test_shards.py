@@ -212,7 +212,7 @@ def test_damage_stops_the_run_with_shard_sample_and_remedy(micro, folder, shard)
         with pytest.raises(Fault, match=f"bad val sample: some_00000001 has timestep {timestep}, want 0 to 7; remove"):
             used(data.ValSet)
     overwrite_value(shard, "mean", NAN)
-    again = "remove the shard and give the command of tools.prepare again that made it"
+    again = "remove the data set and give the command of tools.prepare again that made it"
     for kind, name in ((data.ValSet, "val"), (data.TrainSet, "train")):
         for data_kind, remedy in (("embeddings", again), ("shapes", f"remove {folder.parent} and start again")):
             where = f"bad {name} sample: {shard}, sample 1: mean holds NaN or infinite values; {remedy}, which writes"
