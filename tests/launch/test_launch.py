@@ -104,7 +104,7 @@ def test_one_node_runs_what_is_left_and_scores(tmp_path, shapes_dir):
     env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     argv = (MICRO, *data_overrides(shapes_dir), "--train.max_samples=24")
     code, said = ran("one_node.sh", *argv, **env)
-    assert code == 0 and "2 runs; the rules ask for 10" in said, said
+    assert code == 0 and "2 of the 10 runs that the rules ask for" in said, said
     assert (results / "seeds.txt").read_text() == "7\n8\n"
     assert "train.seed = 8" in (results / "run_1" / "config.toml").read_text()
     assert (results / "result_1.txt").read_bytes() == (results / "run_1" / "result_0.txt").read_bytes()
