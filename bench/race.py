@@ -11,8 +11,8 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 
 import argparse
 import sys
+from importlib.metadata import version
 from statistics import median, quantiles
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from bench.common import END, Clock
 from flux_ref import config, errors, flow, sharding, weights
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import Batch, allocate, synthetic
-from flux_ref.errors import Fault, Refusal, package
+from flux_ref.errors import Fault, Refusal
 from flux_ref.latents import image_positions
 from flux_ref.model import Flux
 from flux_ref.ranks import World
@@ -42,7 +42,9 @@ class DiffusersFlux(nn.Module):
 
     def __init__(self, model: ModelConfig):
         super().__init__()
-        self.net = diffusers().FluxTransformer2DModel.from_config(weights.diffusers_config(model))
+        import diffusers
+
+        self.net = diffusers.FluxTransformer2DModel.from_config(weights.diffusers_config(model))
         self.model = model
         self.double_blocks = self.net.transformer_blocks
         self.single_blocks = self.net.single_transformer_blocks
@@ -63,11 +65,6 @@ class DiffusersFlux(nn.Module):
             return_dict=False,
         )
         return result[0]
-
-
-def diffusers() -> ModuleType:
-    """The package, which a machine with a device may lack. Raises: Refusal."""
-    return package("diffusers", "bench.race")
 
 
 class Contender(NamedTuple):
@@ -140,7 +137,7 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     ratios = [peer / ours for peer, ours in zip(timed["diffusers"], timed["ours"])]
     low, ratio, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return {
-        "version": diffusers().__version__,
+        "version": version("diffusers"),
         "batch": rows,
         "ratio": ratio,
         "ratio_quartiles": [low, high],

@@ -5,8 +5,6 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it, 128 + the number of a signa
 
 import argparse
 import errno
-import importlib
-import io
 import json
 import os
 import re
@@ -17,7 +15,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -70,25 +67,13 @@ class Options(argparse.ArgumentParser):
 def between(least: float, most: float, kind: type = int) -> Callable[[str], float]:
     """The type of an option that takes a number from `least` to `most`."""
 
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
-            what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{shown(text)}: give {what} from {least} to {most}")
+    def number(text: str) -> float:
+        value = kind(text)  # argparse refuses what this does not take
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{value}: give a number from {least} to {most}")
         return value
 
-    return parse
-
-
-def package(name: str, use: str) -> ModuleType:
-    """A package that few commands need. use: what needs it. Raises: Refusal if it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise Refusal(f"{use} needs {name}, which is not installed: pip install {name}") from None
+    return number
 
 
 def run(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
@@ -125,7 +110,7 @@ def in_words(error: BaseException) -> Stop | None:
     if isinstance(error, KeyboardInterrupt):
         return Interrupted(signal.SIGINT)
     if isinstance(error, ModuleNotFoundError):
-        return Refusal(f"{error.name} is not here; install it, or change the key that asks for it")
+        return Refusal(f"{error.name} is not here; install it, or change the key or option that asks for it")
     if isinstance(error, OSError):
         return (Fault if error.errno in (*BROKEN_DISK, errno.EROFS) else Refusal)(told(error), alone=True)
     if isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", str(error)):
@@ -158,22 +143,16 @@ def complain(name: str, stop: Stop) -> None:
 
 
 class Terminal:
-    """A stream whose reader may go away, as `| tee` does at Ctrl-C. What follows is then written nowhere.
-
-    A letter that the stream cannot show is escaped.
-    """
+    """A stream whose reader may go away, as `| tee` does at Ctrl-C. What follows is then written nowhere."""
 
     def __init__(self, stream: Any):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
         self.stream = stream
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
 
-    def write(self, text: str) -> int:
+    def write(self, text: str) -> None:
         self._patiently(lambda: self.stream.write(text))
-        return len(text)
 
     def flush(self) -> None:
         self._patiently(self.stream.flush)
@@ -184,7 +163,7 @@ class Terminal:
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
             if not isinstance(error, BrokenPipeError):
-                raise OSError(error.errno, error.strerror, self.stream.name) from None  # <stdout>, on a full disk
+                raise
 
 
 def told(error: OSError) -> str:
@@ -207,6 +186,5 @@ def one_line(text: object, most: int = 2000) -> str:
 
 
 def shown(value: object) -> str:
-    """A foreign value as in a source text, cut to MOST_SHOWN characters."""
-    text = repr(value)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    """A foreign value as in a source text, cut."""
+    return one_line(repr(value), MOST_SHOWN)

@@ -3,7 +3,6 @@
 What is being written lies beside its place as `.NAME.XXXXXXXX.flux_ref_partial`. No reader looks at such names.
 """
 
-import codecs
 import contextlib
 import fcntl
 import json
@@ -12,43 +11,34 @@ import os
 import secrets
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from flux_ref.errors import Refusal
 
-TEXT_BYTES = 64 * 2**20  # no config, index or list of people is longer
-OWN_BYTES = 2**31  # of a list that a data set may have: a line for each picture
+MOST_BYTES = 2**31  # of a list that a data set may have: a line for each picture
 PARTIAL = ".flux_ref_partial"  # how the names of what is being written end
-POLL_S = 0.1
 
 
-def read_bytes(path: Path, what: str, most: int = TEXT_BYTES) -> bytes:
-    """The bytes of a regular file of at most `most`. what: its kind, for the message. Raises: Refusal."""
-    try:
-        size = path.stat().st_size
-        if not path.is_file():  # a pipe would wait for ever
-            reason = " is not a regular file; give a file"
-        elif size > most:
-            reason = f" is larger than {most:,} bytes; give the right file"
-        else:
-            return path.read_bytes()
-    except OSError as error:
-        reason = f": {error.strerror}"
-    raise Refusal(f"{what} {path}{reason}")
+def read_bytes(path: Path, what: str, most: int = MOST_BYTES) -> bytes:
+    """The bytes of a regular file of at most `most`. what: its kind, for the message. Raises: Refusal, OSError."""
+    if not path.is_file():  # a pipe would wait for ever
+        raise Refusal(f"{what} {path} is no file; give a file")
+    if path.stat().st_size > most:
+        raise Refusal(f"{what} {path} is larger than {most:,} bytes; give the right file")
+    return path.read_bytes()
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file, as `decode_text` reads it. Raises: Refusal."""
+    """The text of a UTF-8 file, without a mark of byte order. Raises: Refusal, OSError."""
     try:
-        return decode_text(read_bytes(path, what))
+        return read_bytes(path, what).decode("utf-8-sig")
     except ValueError as error:
         raise Refusal(f"{what} {path} is not UTF-8: {error}; save it as UTF-8") from None
 
 
 def read_json(path: Path, what: str) -> dict:
-    """The JSON object in a file. Raises: Refusal."""
+    """The JSON object in a file. Raises: Refusal, OSError."""
     content = json_object(read_bytes(path, what))
     if not content:
         raise Refusal(f"{what} {path} holds no JSON object")
@@ -62,18 +52,6 @@ def json_object(text: str | bytes) -> dict:
     except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def decode_text(content: bytes) -> str:
-    """Text that people have written: UTF-8, or UTF-16 that begins with its mark. A mark is left out.
-
-    Raises: ValueError for other bytes, and for NULs: UTF-16 without its mark shows as such.
-    """
-    is_wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    text = content.decode("utf-16" if is_wide else "utf-8-sig")
-    if "\0" in text:
-        raise ValueError("it holds NULs, as UTF-16 without its mark would")
-    return text
 
 
 @contextlib.contextmanager
@@ -133,40 +111,29 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def append(path: Path, content: str, on_disk: bool = False) -> None:
-    """Append text to a file. on_disk: wait until it is on the disk. After an OSError the file is as before."""
-    with naming(path), path.open("ab", buffering=0) as file:
-        size = file.tell()
-        rest = content.encode()
-        try:
-            while rest:  # a disk that is nearly full takes a part
-                rest = rest[file.write(rest) :]
-            if on_disk:
-                os.fsync(file.fileno())
-        except OSError:
-            file.truncate(size)
-            raise
+    """Append text to a file. on_disk: wait until it is on the disk. Raises: OSError, which names the file."""
+    with naming(path), path.open("a", encoding="utf-8") as file:
+        file.write(content)
+        if on_disk:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
-def lock(path: Path, what: str, wait_s: float = 0.0) -> Iterator[None]:
+def lock(path: Path, what: str, waits: bool = False) -> Iterator[None]:
     """Hold the lock at `path` in this block. It ends with its process, however that ends; the empty file stays.
 
     The standard library's flock: the package filelock would fall back to a file that outlives its process.
-    what: what is in use, for the message. wait_s: seconds to wait for another process that holds the lock.
+    what: what is in use, for the message. waits: for another process that holds the lock.
     Where there are no locks, one line says so, and nothing is locked. Raises: Refusal.
     """
-    deadline = time.monotonic() + wait_s
     with contextlib.ExitStack() as stack:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)  # for writing, it would hold a disk busy
             stack.callback(os.close, descriptor)
-            while True:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                if time.monotonic() >= deadline:
-                    raise Refusal(f"{what} is in use by another job; wait for it, or choose another folder")
-                time.sleep(POLL_S)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise Refusal(f"{what} is in use by another job; wait for it, or choose another folder") from None
         except OSError as error:
             words = f"warning: {path} cannot be locked ({error.strerror}), so another job would not be noticed"
             print(words, file=sys.stderr)
@@ -179,11 +146,10 @@ def records(path: Path, samples: float = math.inf) -> list[dict]:
     Raises: Refusal for a damaged line. Text after the last newline is left out: a killed run may have left half a line.
     """
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    found = [json_object(line) for line in lines]
-    for number, record in enumerate(found, 1):
-        if type(record.get("samples")) is not int:
-            raise Refusal(f"{path} line {number} is damaged; mend it or set run.dir to another folder")
-    return [record for record in found if record["samples"] <= samples]
+    try:
+        return [record for record in map(json.loads, lines) if record["samples"] <= samples]
+    except (ValueError, TypeError, KeyError):
+        raise Refusal(f"{path} has a damaged line; mend it or set run.dir to another folder") from None
 
 
 def write_records(path: Path, kept: list[dict]) -> None:

@@ -22,7 +22,6 @@ CONFIG = "config.toml"
 LOG = "result_0.txt"
 ENVIRONMENT = "environment.json"
 OUTCOME = "outcome.json"
-LOCK_WAIT_S = 10.0  # ranks that have lost their launcher end within a few seconds
 REACHED, ENDED = "target reached", "train.max_samples reached"  # how a run came to its end
 REMEDY = "set run.dir to another folder, or run.overwrite=true"
 SWITCH = "precision.switch"  # its entries that begin after the checkpoint may change
@@ -51,7 +50,7 @@ def held(cfg: Config, world: World, sizes: dict[str, int]) -> Iterator[Start]:
             if world.rank == 0:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 lock = folder.with_name(f".{folder.name}.lock")
-                stack.enter_context(files.lock(lock, str(folder), LOCK_WAIT_S))
+                stack.enter_context(files.lock(lock, str(folder)))
                 names = [path.name for path in folder.glob("[!.]*")]
                 if names and CONFIG not in names:
                     raise Refusal(f"{folder} holds {names[0]} but no run; set run.dir to another folder")

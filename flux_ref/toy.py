@@ -155,9 +155,6 @@ def _word_vector(word: str, dim: int) -> np.ndarray:
     return rng.normals(0, rng.WORDS, (dim,), sample=rng.name_key(word), epoch=dim)
 
 
-WAIT_S = 600.0  # for another process that makes the same data set
-
-
 def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
     """Write folder/train, folder/val and folder/empty_encodings. The folder appears once it is whole.
 
@@ -202,6 +199,6 @@ def ensure(cfg: Config) -> None:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     place = folder.with_name(f".{folder.name}.lock")
-    with files.lock(place, str(folder), WAIT_S):
+    with files.lock(place, str(folder), waits=True):
         if not folder.exists():
             make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)

@@ -48,7 +48,7 @@ def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
 
     def folder(name: str, fill: Callable[[Path], object]) -> Path:
         path, filled = base / name, base / f"{name}.filled"
-        with files.lock(base / f"{name}.lock", str(path), wait_s=600):
+        with files.lock(base / f"{name}.lock", str(path), waits=True):
             if not filled.exists():
                 shutil.rmtree(path, ignore_errors=True)  # another worker has failed
                 fill(path)

@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from flux_ref import config, config_file, errors
-from flux_ref.errors import Options, Refusal, package
+from flux_ref.errors import Options, Refusal
 from flux_ref.files import records
 
 HEAD = f"{'samples':>12} {'A':>9} {'B':>9} {'B - A':>10} {'+-':>9} {'p':>8}"
@@ -32,7 +32,8 @@ class Row(NamedTuple):
 
 def paired(a: list[float], b: list[float]) -> Row:
     """a[i] and b[i] are losses of one seed; at least two pairs."""
-    scipy = package("scipy", "tools.compare")
+    import scipy.special
+
     n = len(a)
     each = [own - other for own, other in zip(b, a, strict=True)]
     diff = fmean(each)

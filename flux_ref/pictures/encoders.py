@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flux_ref import latents, tensors, weights
 from flux_ref.config import ModelConfig
-from flux_ref.errors import Fault, Refusal, one_line, package
+from flux_ref.errors import Fault, Refusal, one_line
 
 # B batch  H, W pixel rows and columns  C, Y, X latent  T text tokens (256)  E T5 features (4096)  V CLIP features (768)
 FILES = 'ae.safetensors "text_encoder*/*" "tokenizer*/*"'
@@ -45,9 +45,11 @@ def new_autoencoder() -> Any:
     """diffusers' AutoencoderKL with random weights: 244 tensors, 83,819,683 parameters.
 
     Its latents are on the autoencoder's scale; latents.py brings them to the transformer's.
-    Raises: Refusal if diffusers is not installed.
+    Raises: ModuleNotFoundError if diffusers is not installed.
     """
-    return package("diffusers", "the autoencoder").AutoencoderKL(**VAE)
+    import diffusers
+
+    return diffusers.AutoencoderKL(**VAE)
 
 
 def load_autoencoder(given: Path, device: torch.device) -> Any:
@@ -84,10 +86,11 @@ class TextEncoder:
 
     def __init__(self, home: Path, number: str, tokens: int, features: int, device: torch.device, dtype: torch.dtype):
         """home: the folder of text_encoder and tokenizer with this number of KINDS. Raises: Refusal."""
+        import transformers
+
         self.tokens = tokens
         kind, self.output = KINDS[number]
         folder = home / f"text_encoder{number}"
-        transformers = package("transformers", "encoding captions")
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         local = {"local_files_only": True, "trust_remote_code": False}

@@ -183,10 +183,9 @@ def test_a_file_is_toml_and_its_name_is_that_of_the_run(tmp_path, monkeypatch):
     for content in (b"train.seed = \n", b"\xff\xff", b"train.seed = 1\ntrain.seed = 2\n"):
         path.write_bytes(content)
         assert str(path) in conftest.refusal(config_file.load, path)
-    assert str(tmp_path) in conftest.refusal(config_file.load, tmp_path)
-    for encoding in ("utf-8-sig", "utf-16"):  # as editors of Windows write
-        path.write_bytes("train.seed = 4".encode(encoding))
-        assert config_file.load(path).train.seed == 4
+    assert f"config {tmp_path} is no file" in conftest.refusal(config_file.load, tmp_path)
+    path.write_bytes("train.seed = 4".encode("utf-8-sig"))  # as editors of Windows write
+    assert config_file.load(path).train.seed == 4
     monkeypatch.chdir(tmp_path)
     assert config_file.load("config.toml").name == tmp_path.name, "of a run"
     assert config.run_dir(config_file.load(MICRO)) == Path("runs/micro")

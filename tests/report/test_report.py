@@ -214,9 +214,9 @@ def test_refusals(capsys, tmp_path, results, monkeypatch):
         (["nothing"], "nothing: No such file"),
         (["empty"], "empty holds no result_*.txt"),
         (["."], "locked: No such file"),
-        (["piped"], "log piped/result_0.txt is not a regular file"),
-        (["folders"], "log folders/result_0.txt is not a regular file"),
-        ([results, "--out=none"], "pip install matplotlib"),
+        (["piped"], "log piped/result_0.txt is no file"),
+        (["folders"], "log folders/result_0.txt is no file"),
+        ([results, "--out=none"], "matplotlib is not here; install it"),
     ]
     for args, says in cases:
         if "matplotlib" in says:

@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 from flux_ref import files, toy
-from flux_ref.errors import package
 from flux_ref.pictures.encoders import new_autoencoder
 from tools.prepare import job
 
@@ -23,8 +22,9 @@ TOKENS = {"vocab_size": 384, "bos_token_id": 2, "eos_token_id": 1}  # of ByT5's 
 
 
 def save_encoders(folder: Path, t5_dim: int, clip_dim: int) -> None:
-    """Raises: Refusal without transformers."""
-    transformers = package("transformers", "making encoders")
+    """Raises: ModuleNotFoundError without transformers."""
+    import transformers
+
     transformers.logging.disable_progress_bar()
     t5 = transformers.T5Config(d_model=t5_dim, d_ff=64, num_layers=2, num_heads=1, **TOKENS)
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

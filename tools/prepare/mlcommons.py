@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from flux_ref import shards
-from flux_ref.errors import Refusal, one_line, package
+from flux_ref.errors import Refusal, one_line
 from flux_ref.progress import progress
 from flux_ref.schedule import TIMESTEPS
 from flux_ref.shards import NPY_HEADER, PER_SHARD, Layout
@@ -48,7 +48,8 @@ def read_table(path: Path):
 
     Raises: Refusal for a file that is truncated.
     """
-    pa = package("pyarrow", "reading arrow files")
+    import pyarrow as pa
+
     try:
         with pa.memory_map(str(path)) as file:
             table = pa.ipc.open_stream(file).read_all()

@@ -26,7 +26,7 @@ from torchvision.transforms.v2 import functional as transforms
 from webdataset.tariterators import base_plus_ext
 
 from flux_ref.errors import Refusal, shown
-from flux_ref.files import OWN_BYTES, decode_text, json_object, read_bytes
+from flux_ref.files import json_object, read_bytes, read_text
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
@@ -71,7 +71,7 @@ def _bytes(content: Content, what: str) -> bytes:
         return content
     try:
         return read_bytes(content, what, MOST_BYTES)
-    except Refusal:
+    except (Refusal, OSError):
         raise Rejected(f"unreadable {what}") from None
 
 
@@ -79,9 +79,9 @@ def described(texts: dict[str, bytes]) -> str:
     """The caption in a .txt, or else the "caption" of a .json. Raises: Rejected."""
     try:
         if ".txt" in texts:
-            caption = decode_text(texts[".txt"])
+            caption = texts[".txt"].decode("utf-8-sig")
         else:
-            caption = json.loads(decode_text(texts.get(".json", b"{}"))).get("caption") or ""
+            caption = json.loads(texts.get(".json", b"{}")).get("caption") or ""
         caption = caption.strip()
         caption.encode()  # half of a surrogate pair, as JSON may hold it, is a ValueError
     except (ValueError, AttributeError):
@@ -255,14 +255,14 @@ def _plain(name: str) -> str:
 def _rows(path: Path, column: str) -> list[dict]:
     """The rows of metadata.jsonl or metadata.csv; {} for one that cannot be read. Raises: Refusal."""
     try:
-        text = decode_text(read_bytes(path, "captions", OWN_BYTES))
+        text = read_text(path, "captions")
         if path.suffix == ".jsonl":
             rows = [json_object(line) for line in text.split("\n") if line.strip()]
         else:  # strict: an open quote would swallow rows. csv puts the fields that the head does not name under None
             rows = list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
             rows = [{} if None in row else row for row in rows]
     except (ValueError, csv.Error) as error:
-        raise Refusal(f"{path}: {error}; mend it, and save it as UTF-8") from None
+        raise Refusal(f"{path}: {error}; mend it") from None
     columns = dict.fromkeys(name for row in rows for name in row)
     for absent in (FILE_NAME, column):
         if absent not in columns:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flux_ref import errors
 from flux_ref.config import KEYS, MllogConfig
-from flux_ref.errors import Options, package, printable
+from flux_ref.errors import Options, printable
 from flux_ref.files import write_whole
 from tools.report import page, result_log, score, words
 from tools.shared.json_option import json_option, show
@@ -35,7 +35,6 @@ def run(argv: list[str]) -> int:
     json_option(parser)
     args = parser.parse_args(argv)
     if args.out:
-        package("matplotlib", "--out")
         args.out.mkdir(parents=True, exist_ok=True)
     rules = {
         "ruleset": args.ruleset,

@@ -12,12 +12,10 @@ from typing import Any
 
 from flux_ref.benchmark import convergence
 from flux_ref.config import EvalConfig
-from flux_ref.errors import package
 from flux_ref.loss_chart import span
 from tools.report.result_log import number
 from tools.report.score import System
 
-Figure = Any  # of matplotlib
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False, "axes.grid": True}
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1"><title>FLUX.1 training benchmark</title><style>
@@ -31,13 +29,15 @@ highest loss of the public runs of MLPerf v5.1, which lie about 0.001 too high.<
 
 def page(systems: list[System], text: str) -> str:
     """The whole document: charts, and what the terminal shows."""
-    with package("matplotlib", "--out").rc_context(STYLE):
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
         drawn = "".join(f"<div>{svg(figure)}</div>" for figure in charts(systems))
     return f"{HEAD}{CAPTION}{drawn}<pre>{html.escape(text)}</pre></body></html>\n"
 
 
-def charts(systems: list[System]) -> list[Figure]:
-    """A chart for each global batch that has losses."""
+def charts(systems: list[System]) -> list[Any]:
+    """A figure of matplotlib for each global batch that has losses."""
     batches = defaultdict(list)
     for system in systems:
         batch = number(system.value("global_batch_size"))
@@ -46,9 +46,11 @@ def charts(systems: list[System]) -> list[Figure]:
     return [losses(batch, group) for batch, group in sorted(batches.items())]
 
 
-def losses(batch: int, systems: list[System]) -> Figure:
+def losses(batch: int, systems: list[System]) -> Any:
     """Validation losses of every run of a global batch, beside the target and the band of public runs."""
-    figure = package("matplotlib.figure", "--out").Figure((8.6, 4.6), layout="constrained")  # inches
+    from matplotlib.figure import Figure
+
+    figure = Figure((8.6, 4.6), layout="constrained")  # inches
     axes = figure.add_subplot(xlabel="million training samples", title=f"global batch {batch:,}")
     axes.xaxis.set_major_formatter(lambda samples, _: f"{samples / 1e6:g}")
     shown = []
@@ -75,7 +77,7 @@ def losses(batch: int, systems: list[System]) -> Figure:
     return figure
 
 
-def svg(figure: Figure) -> str:
+def svg(figure: Any) -> str:
     """The figure as one svg element."""
     file = io.StringIO()
     with warnings.catch_warnings(action="ignore"):  # about letters that the font lacks
