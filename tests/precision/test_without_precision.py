@@ -28,4 +28,7 @@ def test_bf16_trains_and_is_evaluated_without_the_folders_and_what_asks_for_one_
     assert "compute bf16 in training and validation" in " ".join(done.stdout.split())
     for folder in ("precision", "pictures"):
         assert f"flux_ref.{folder}" in done.stderr, done.stderr
-    assert done.stderr.count("is not here; install it, or change the key or option") == 2 and not (tmp_path / "other").exists()
+    assert (
+        done.stderr.count("is not here; install it, or change the key or option") == 2
+        and not (tmp_path / "other").exists()
+    )
