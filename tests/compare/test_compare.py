@@ -59,6 +59,6 @@ def test_what_makes_no_pairs_is_refused(runs, tmp_path):
         ((a[:1], b[:1]), "at least two"),
         (([*a, a[0]], [*b, b[0]]), "two runs have one train.seed"),
         ((a, b), "share no evaluation"),
-        (([str(tmp_path)], b), "config.toml: No such file"),
+        (([str(tmp_path)], b), "config.toml is no file"),
     ):
         assert words in refusal(compare.main, ["--a", *left, "--b", *right]), words
