@@ -28,7 +28,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from flux_ref import checkpoint, config_file, errors, ranks, report, sharding, weights
+from flux_ref import checkpoint, config, config_file, errors, ranks, report, sharding, weights
 from flux_ref.alive import Alive
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
@@ -53,8 +53,8 @@ def main(argv: list[str]) -> int:
     if options.all:
         paths = checkpoint.list_checkpoints(options.path) or paths
     cfg = weights.config_of(path, options.config)
-    cfg = config_file.replace(cfg, parallel__replicate=1)  # fits any world
-    cfg = config_file.override(cfg, options.overrides)
+    own = {"parallel.replicate": 1} | config_file.parsed(options.overrides)  # one copy fits any world
+    cfg = config_file.from_flat(cfg.name, config.flat(cfg) | own)
     with contextlib.ExitStack() as stack:
         alive = stack.enter_context(Alive("eval.py", cfg.run.hang_s))
         world = ranks.start(cfg.parallel)

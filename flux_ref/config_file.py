@@ -17,16 +17,6 @@ from flux_ref.config import KEYS, SECTIONS, Config, flat
 from flux_ref.errors import Refusal, shown
 from flux_ref.files import read_text
 
-KINDS = {
-    str: "a string of plain text",
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    tuple[int, ...]: "a list of integers",
-    tuple[str, ...]: "a list of strings",
-    tuple[tuple[int, str], ...]: "a list of [integer, string]",
-}
-
 
 def load(path: str | Path, overrides: Collection[str] = ()) -> Config:
     """The config in a TOML file with `--section.key=value` overrides applied.
@@ -45,12 +35,7 @@ def load(path: str | Path, overrides: Collection[str] = ()) -> Config:
         else:
             values[section] = part
     name = path.stem if path.stem != "config" else path.resolve().parent.name  # that of a run
-    return from_flat(name, values | _parsed(overrides))
-
-
-def override(cfg: Config, overrides: Collection[str]) -> Config:
-    """A config with `--section.key=value` overrides applied. Raises: Refusal."""
-    return from_flat(cfg.name, flat(cfg) | _parsed(overrides))
+    return from_flat(name, values | parsed(overrides))
 
 
 def replace(cfg: Config, **values: object) -> Config:
@@ -63,15 +48,15 @@ def from_flat(name: str, values: dict[str, Any]) -> Config:
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for key, value in values.items():
         if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.7)
-            near += [known for known in KEYS if known.endswith(f".{key.split('.')[-1]}")]
+            near = difflib.get_close_matches(key, KEYS, n=1)
             raise Refusal(f"unknown key {key}; {f'did you mean {near[0]}?' if near else '--help lists all keys'}")
-        kind = KEYS[key].type
+        known = KEYS[key]
         section, field = key.split(".")
         try:
-            sections[section][field] = _typed(value, kind)
-        except (TypeError, ValueError, OverflowError):
-            raise Refusal(f"{key}={shown(value)} is not {KINDS[kind]}") from None
+            sections[section][field] = _typed(value, known.type)
+        except (TypeError, ValueError):
+            default = toml_text(known.default)
+            raise Refusal(f"{key}={shown(value)} has the wrong type; default {default}: {known.meaning}") from None
     parts = {section: dataclasses.replace(SECTIONS[section], **own) for section, own in sections.items()}
     cfg = Config(name=name, **parts)
     validate(cfg)
@@ -79,10 +64,7 @@ def from_flat(name: str, values: dict[str, Any]) -> Config:
 
 
 def _typed(value: Any, kind: Any) -> Any:
-    """The value in its kind. An int may stand for a float and a list for a tuple, nothing else.
-
-    Raises: TypeError, ValueError, OverflowError.
-    """
+    """The value in its kind. An int may stand for a float and a list for a tuple. Raises: TypeError, ValueError."""
     parts = get_args(kind)
     if parts and isinstance(value, (list, tuple)):
         kinds = parts[:1] * len(value) if parts[-1] is ... else parts
@@ -91,8 +73,6 @@ def _typed(value: Any, kind: Any) -> Any:
         return float(value)
     if type(value) is not kind:
         raise TypeError
-    if kind is str:
-        value.encode()  # a byte of the command line that is not UTF-8 is a ValueError
     return value
 
 
@@ -103,14 +83,13 @@ def config_and_overrides(argv: list[str], default: str) -> tuple[str, list[str]]
     return default, argv
 
 
-def _parsed(overrides: Collection[str]) -> dict[str, Any]:
-    """The values of `--section.key=value` overrides; a string needs no quotes. Raises: Refusal."""
+def parsed(overrides: Collection[str]) -> dict[str, Any]:
+    """The values of `--section.key=value` overrides by key; a string needs no quotes. Raises: Refusal."""
     values: dict[str, Any] = {}
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
         if not (text.startswith("--") and equals):
-            form = "--section.key=value, as in --optim.lr=1e-4; a file or a folder comes first"
-            raise Refusal(f"argument {text!r} is not of the form {form}")
+            raise Refusal(f"argument {text!r} is not --section.key=value, as in --optim.lr=1e-4; a path comes first")
         values[key] = value
         if key in KEYS and KEYS[key].type is not str:
             with contextlib.suppress(ValueError):  # then the text is refused, as it is no string's key
@@ -125,7 +104,7 @@ def dump(cfg: Config) -> str:
 
 def toml_text(value: object) -> str:
     """A value as TOML has it."""
-    return repr(value) if type(value) is float else json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False)
 
 
 def key_list() -> str:
@@ -138,7 +117,7 @@ def key_list() -> str:
     for key, known in KEYS.items():
         lines.append(f"{'*' if known.resume else ' '} --{key}={toml_text(known.default)}")
         meaning = f"{known.meaning}; {known.allowed}".removesuffix("; ")
-        lines.append(textwrap.fill(meaning, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
+        lines.append(textwrap.indent(textwrap.fill(meaning, 104), " " * 6))
     return "\n".join(lines)
 
 
@@ -148,31 +127,24 @@ def validate(cfg: Config) -> None:
         if not KEYS[key].allows(value):
             raise Refusal(f"{key}={value} must be {KEYS[key].allowed}")
     model = cfg.model
+    data = cfg.data
     axes = model.rope_axes
-    attention = cfg.parallel.attention
-    rules = [
-        (
-            model.hidden % model.heads == 0,
-            f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}",
+    rules = {
+        f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}": model.hidden % model.heads == 0,
+        f"model.rope_axes={axes} must be three even numbers with the sum hidden / heads = {model.head_dim}": (
+            len(axes) == 3 and not any(axis % 2 or axis < 0 for axis in axes) and sum(axes) == model.head_dim
         ),
-        (
-            len(axes) == 3 and not any(axis % 2 or axis < 0 for axis in axes) and sum(axes) == model.head_dim,
-            f"model.rope_axes={shown(axes)} must be three even numbers with the sum hidden / heads = {model.head_dim}",
+        "model.latent_height and model.latent_width must be even: tokens are 2 x 2 patches": (
+            model.latent_height % 2 == model.latent_width % 2 == 0
         ),
-        (
-            model.latent_height % 2 == model.latent_width % 2 == 0,
-            "model.latent_height and model.latent_width must be even: tokens are 2 x 2 patches",
+        "parallel.attention=cudnn and flash know no fp32; set parallel.dtype=bf16 or parallel.attention=auto": (
+            cfg.parallel.attention not in ("cudnn", "flash") or cfg.parallel.dtype == "bf16"
         ),
-        (
-            attention not in ("cudnn", "flash") or cfg.parallel.dtype == "bf16",
-            f"parallel.attention={attention} knows no fp32; set parallel.dtype=bf16 or attention=auto",
+        "data.kind=shapes makes the data set: set data.train_count and data.val_count above 0": (
+            data.kind != "shapes" or (data.train_count and data.val_count)
         ),
-        (
-            cfg.data.kind != "shapes" or (cfg.data.train_count and cfg.data.val_count),
-            "data.kind=shapes makes the data set: set data.train_count and data.val_count above 0",
-        ),
-    ]
-    for holds, words in rules:
+    }
+    for words, holds in rules.items():
         if not holds:
             raise Refusal(words)
 
@@ -182,6 +154,5 @@ def validate_world(cfg: Config, world_size: int) -> None:
     train = cfg.train
     chunk = world_size * (train.micro_batch or 1)
     if train.global_batch % chunk:
-        micro = f" x train.micro_batch={train.micro_batch}" if train.micro_batch else ""
-        rule = f"is not divisible by {world_size} ranks{micro}; use a multiple of {chunk}"
+        rule = f"is no multiple of {chunk}, the number of ranks times train.micro_batch"
         raise Refusal(f"train.global_batch={train.global_batch} {rule}")

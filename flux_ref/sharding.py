@@ -24,12 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from flux_ref import model, rng
 from flux_ref.arithmetic import Arithmetic, arithmetic_of
 from flux_ref.attention import allow_attention_of
-from flux_ref.config import DTYPE_NAMES, Config, ParallelConfig
+from flux_ref.config import Config, ParallelConfig
 from flux_ref.errors import Refusal
 from flux_ref.model import Flux
 from flux_ref.ranks import World
 
-DTYPES = {name: getattr(torch, known) for name, known in DTYPE_NAMES.items()}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Regions whose gradients FSDP2 reduces at a time, before backward waits for a reduction. Before torch 2.13 it is one.
 REDUCTIONS = 2 if hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers") else 1
 GRAPHS = 64  # at most: one per kind and length of region, mode, phase and batch shape

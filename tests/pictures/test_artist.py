@@ -27,9 +27,8 @@ def nothing(place: str) -> None:
 @pytest.fixture
 def artist_of():
     """artist_of(*overrides): of the micro config, on one rank."""
-    cfg = config_file.load(MICRO)
-    world = ranks.start(cfg.parallel)
-    yield lambda *overrides: Artist(config_file.override(cfg, overrides), world, Path())
+    world = ranks.start(config_file.load(MICRO).parallel)
+    yield lambda *overrides: Artist(config_file.load(MICRO, overrides), world, Path())
     ranks.stop()
 
 

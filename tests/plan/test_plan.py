@@ -275,7 +275,7 @@ def test_command_refuses():
     cases = [
         ([*ARGS[:-1], "h20"], "unknown GPU h20; known are a100, rtx4090, h100"),
         ([*ARGS, "--price-per-gpu-hour", "nan"], "nan: give a number from 0"),
-        ([*ARGS, "--gpus", "5"], "not divisible by 5 ranks"),
+        ([*ARGS, "--gpus", "5"], "is no multiple of 5, the number of ranks"),
         ([*schnell, "--precision.preset=fp8"], "needs FP8 matrix units"),
         ([*schnell, "--precision.preset=mxfp8"], "a plan knows the rates of bf16, fp8"),
     ]

@@ -39,9 +39,9 @@ def has_words(line: str, *words: object) -> bool:
 REQUESTS = {
     "--train.global_bacth=8": ["unknown key train.global_bacth", "train.global_batch"],
     "--optim.lr 1e-4": ["'--optim.lr'", "--section.key=value"],
-    "--eval.batch=8 1e-4": ["'1e-4'", "a file or a folder comes first"],
+    "--eval.batch=8 1e-4": ["'1e-4'", "a path comes first"],
     "--data.train=": ["data folder"],
-    "--train.micro_batch=5": ["train.global_batch=12", "train.micro_batch=5", "use a multiple of 5"],
+    "--train.micro_batch=5": ["train.global_batch=12 is no multiple of 5", "train.micro_batch"],
     "--parallel.replicate=2": ["parallel.replicate=2", "1 rank"],
     "--data.val=/no/such/folder": ["/no/such/folder", "does not exist", "data.val"],
     "--data.val=/no/such\nfolder": ["/no/such", "folder", "does not exist"],
@@ -69,7 +69,7 @@ def test_help_is_the_usage_and_every_key_with_its_default_and_comment(capsys):
         out = capsys.readouterr().out
         assert "Exit codes" in out and not [line for line in out.splitlines() if len(line) > 120]
     assert re.findall(r"^[* ] --(\w+\.\w+)=", out, re.M) == list(config.KEYS)
-    assert "\n* --eval.target=0.586\n      stop once the validation loss is at most this; 0: never; from 0 to" in out
+    assert "\n* --eval.target=0.586\n      stop once the validation loss is at most this; 0: never; from 0 to 1e+18" in out
     assert "\n  --train.seed=0\n      seed of every random number in training and validation;" in out
 
 
@@ -209,7 +209,7 @@ def met_by(rank: int, step: int = 1) -> int:
 def test_two_ranks_speak_once(dataset):
     put_nan(dataset, "train", met_by(1))
     for code, override, words in (
-        (2, "--train.global_batch=13", ["train.global_batch=13", "2 ranks", "use a multiple of 2"]),
+        (2, "--train.global_batch=13", ["train.global_batch=13 is no multiple of 2, the number of ranks"]),
         (3, "--run.hang_s=60", ["rank 1", f"sample {met_by(1)}: t5 holds NaN"]),
     ):
         arguments = micro_run(dataset, dataset / "run", "--data.kind=embeddings", override)

@@ -174,7 +174,7 @@ REFUSED = {  # words of the line -> options
     "data.val is empty; give --data.val=DIR, or --prompt=TEXT with --draw-only": ["--data.val="],
     "--draw-only has nothing to draw": ["--draw-only", "--sample.count=0"],
     "eval.batch=0": ["--eval.batch=0"],
-    "argument 'runs/other' is not of the form": ["runs/other"],
+    "argument 'runs/other' is not --section.key=value": ["runs/other"],
 }
 
 
