@@ -138,7 +138,10 @@ REFUSED = {  # TOML: words of the refusal
         for axes in ([64, 64], [15, 56, 57], [-16, 72, 72], [16, 56, 58])
     },
     SHAPES: ["data.kind=shapes", "data.val_count"],
-    'parallel.attention = "flash"\nparallel.dtype = "fp32"': ["parallel.attention=cudnn and flash", "parallel.dtype=bf16"],
+    'parallel.attention = "flash"\nparallel.dtype = "fp32"': [
+        "parallel.attention=cudnn and flash",
+        "parallel.dtype=bf16",
+    ],
 }
 HARMLESS = (
     'data.val = ""\neval.at_start = true',

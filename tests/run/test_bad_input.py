@@ -69,7 +69,9 @@ def test_help_is_the_usage_and_every_key_with_its_default_and_comment(capsys):
         out = capsys.readouterr().out
         assert "Exit codes" in out and not [line for line in out.splitlines() if len(line) > 120]
     assert re.findall(r"^[* ] --(\w+\.\w+)=", out, re.M) == list(config.KEYS)
-    assert "\n* --eval.target=0.586\n      stop once the validation loss is at most this; 0: never; from 0 to 1e+18" in out
+    assert (
+        "\n* --eval.target=0.586\n      stop once the validation loss is at most this; 0: never; from 0 to 1e+18" in out
+    )
     assert "\n  --train.seed=0\n      seed of every random number in training and validation;" in out
 
 
