@@ -58,11 +58,6 @@ def all_drawings() -> list[Drawing]:
     return [Drawing(*parts) for parts in itertools.product(SIZES, COLOURS, SHAPES, PLACES)]
 
 
-def words() -> set[str]:
-    """Those of all captions."""
-    return {word for drawing in all_drawings() for word in drawing.caption.split()}
-
-
 def held_out() -> list[Drawing]:
     """One drawing of every colour and shape, at varying places and sizes; training never shows them."""
     places = list(PLACES)
@@ -94,23 +89,12 @@ def render(drawing: Drawing, height: int, width: int, dx: float = 0.0, dy: float
     return ((BACKGROUND + cover * (colour - BACKGROUND)) * 2 - 1).astype(np.float32)
 
 
-def _basis() -> np.ndarray:
-    """The 8-point DCT-II as an orthonormal (8, 8) matrix, frequency first."""
-    n = np.arange(8)
-    k = n[:, None]
-    basis = np.cos(np.pi * (n + 0.5) * k / 8) * 0.5
-    basis[0] *= 0.5**0.5
-    return basis
-
-
-def _kept() -> list[tuple[int, int, int]]:
-    """(colour channel, row frequency, column frequency) of the 16 latent channels: 8 luma, 4 + 4 chroma."""
-    low = sorted(itertools.product(range(8), range(8)), key=lambda uv: (uv[0] + uv[1], max(uv), uv))
-    return [(0, *uv) for uv in low[:8]] + [(channel, *uv) for channel in (1, 2) for uv in low[:4]]
-
-
-BASIS = _basis()
-KEPT = _kept()
+# The 8-point DCT-II as an orthonormal matrix, frequency first.
+BASIS = np.cos(np.pi * (np.arange(8) + 0.5) * np.arange(8)[:, None] / 8) * 0.5
+BASIS[0] *= 0.5**0.5
+# The 16 latent channels, (colour channel, row frequency, column frequency) of each: 8 of luma, 4 + 4 of chroma.
+LOW = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0), (1, 2), (2, 1)]
+KEPT = np.array([(0, *uv) for uv in LOW] + [(1, *uv) for uv in LOW[:4]] + [(2, *uv) for uv in LOW[:4]])
 # Luma and two colour differences, orthonormal.
 LUMA = np.array([[1, 1, 1], [1, 0, -1], [1, -2, 1]]) / np.sqrt([[3], [2], [6]])
 # With these, FLUX.1's latent scale (latents.SCALE) gives this set about zero mean and unit variance.
@@ -118,36 +102,38 @@ LUMA_CENTRE = 10.2
 GAIN = 2.1
 
 
-def encode(picture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Encode a (3, H, W) picture in [-1, 1] as mean and logvar, each (16, H/8, W/8) float32."""
+def encode(picture: np.ndarray) -> np.ndarray:
+    """Encode a (3, H, W) picture in [-1, 1] as the mean of its latent, (16, H/8, W/8) float32."""
     _, height, width = picture.shape
     planes = (LUMA @ picture.reshape(3, -1)).reshape(3, height // 8, 8, width // 8, 8)
     frequencies = BASIS @ planes.transpose(0, 1, 3, 2, 4) @ BASIS.T
-    mean = np.stack([frequencies[c, :, :, u, v] for c, u, v in KEPT])
+    channel, row, column = KEPT.T
+    mean = frequencies[channel, :, :, row, column]
     mean[0] -= LUMA_CENTRE
-    return (GAIN * mean).astype(np.float32), np.full(mean.shape, LOGVAR, np.float32)
+    return (GAIN * mean).astype(np.float32)
 
 
 def decode(mean: np.ndarray) -> np.ndarray:
     """Decode a (16, H/8, W/8) latent to a (3, H, W) picture in [-1, 1]; what encode dropped is lost."""
     _, rows, columns = mean.shape
     frequencies = np.zeros((3, rows, columns, 8, 8))
-    for (c, u, v), channel in zip(KEPT, mean / GAIN):
-        frequencies[c, :, :, u, v] = channel
+    channel, row, column = KEPT.T
+    frequencies[channel, :, :, row, column] = mean / GAIN
     frequencies[0, :, :, 0, 0] += LUMA_CENTRE
     planes = (BASIS.T @ frequencies @ BASIS).transpose(0, 1, 3, 2, 4).reshape(3, -1)
     return (LUMA.T @ planes).reshape(3, rows * 8, columns * 8).clip(-1, 1).astype(np.float32)
 
 
-def encode_caption(caption: str, tokens: int, t5_dim: int, clip_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Encode a caption as T5 states (tokens, t5_dim) and a pooled CLIP vector (clip_dim,), both float32.
+def encode_caption(caption: str, model: ModelConfig) -> dict[str, np.ndarray]:
+    """Encode a caption as T5's states and CLIP's pooled vector: {"t5": (T, E), "clip": (V,)}, float32.
 
-    Each state is one word's vector; the empty word pads the caption to `tokens`.
+    Each state is one word's vector; the empty word pads the caption to model.text_tokens.
     """
+    tokens = model.text_tokens
     padded = (caption.lower().split() + [""] * tokens)[:tokens]
-    states = np.stack([_word_vector(word, t5_dim) for word in padded])
-    pooled = np.mean([_word_vector(word, clip_dim) for word in padded], axis=0) * np.sqrt(tokens)
-    return states, pooled.astype(np.float32)
+    states = np.stack([_word_vector(word, model.t5_dim) for word in padded])
+    pooled = np.mean([_word_vector(word, model.clip_dim) for word in padded], axis=0) * np.sqrt(tokens)
+    return {"t5": states, "clip": pooled.astype(np.float32)}
 
 
 @functools.cache
@@ -163,42 +149,40 @@ def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
     """
     unseen = held_out()
     shown = [drawing for drawing in all_drawings() if drawing not in unseen]
-    t5, clip = encode_caption("", model.text_tokens, model.t5_dim, model.clip_dim)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with files.whole(folder, is_new=True) as partial:
         shards.write(partial / "train", _samples(shown, train, model, "train"), "train")
         shards.write(partial / "val", _samples(unseen, val, model, "val"), "val")
         # In float16 with a batch axis, as the public encodings are.
-        empty = {"t5": t5[None].astype(np.float16), "clip": clip[None].astype(np.float16)}
+        empty = {name: values[None].astype(np.float16) for name, values in encode_caption("", model).items()}
         shards.write_empty(partial / "empty_encodings", empty)
 
 
 def _samples(drawings: list[Drawing], count: int, model: ModelConfig, split: str) -> Iterator[Sample]:
     is_val = split == "val"
-    for i in progress(range(count), desc=f"making {split} shapes", unit=" samples", leave=False):
+    for i in progress(range(count), desc=f"making {split} shapes", leave=False):
         round_, timestep = divmod(i, schedule.TIMESTEPS)
         drawing = drawings[round_ % len(drawings)]
         words = rng.words(0, rng.JITTER, 2, sample=i, epoch=int(is_val))
         dx, dy = JITTER * (2 * rng.uniform(words) - 1)
         picture = render(drawing, model.latent_height * 8, model.latent_width * 8, float(dx), float(dy))
-        t5, clip = encode_caption(drawing.caption, model.text_tokens, model.t5_dim, model.clip_dim)
-        mean, logvar = encode(picture)
-        members = {"t5": t5, "clip": clip, "mean": mean, "logvar": logvar}
-        bits = {name: shards.to_bf16_bits(array) for name, array in members.items()}
+        members = encode_caption(drawing.caption, model)
+        members["mean"] = encode(picture)
+        members["logvar"] = np.full(model.latent_shape, LOGVAR)
+        bits = {name: shards.to_bf16_bits(values) for name, values in members.items()}
         yield Sample(bits, timestep if is_val else None, drawing.caption)
 
 
 def ensure(cfg: Config) -> None:
     """Make the data set of a config with data.kind=shapes, if the folder above data.train is not there.
 
-    Of several first starts one makes the data set and the others wait.
-    Raises: Refusal.
+    Of several first starts each makes a set; the first that is whole stays. Raises: Refusal, OSError.
     """
     folder = Path(cfg.data.train).parent
     if cfg.data.kind != "shapes" or folder.exists():
         return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    place = folder.with_name(f".{folder.name}.lock")
-    with files.lock(place, str(folder), waits=True):
+    try:
+        make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
+    except OSError:  # a folder cannot replace another
         if not folder.exists():
-            make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
+            raise

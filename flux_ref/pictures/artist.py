@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from flux_ref.shards import ShardSet
 from flux_ref.step_runner import State
 
 LOOKED_AT = 16  # samples for each different caption that is wanted
-# Attention kernels for the autoencoder. The kernels of the net may not support fp32.
-IN_FP32 = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Artist:
@@ -36,26 +33,26 @@ class Artist:
         """vae: of load_autoencoder; data.kind=shapes needs none. Collective. Raises: Refusal."""
         self.cfg = cfg
         self.world = world
+        self.dtype = sharding.DTYPES[cfg.parallel.dtype]
         self.captions: list[str] = []
         self.encoded: list[Rows] = []
         self.empty: Rows = {}
         self.autoencoder: Any = None
         with ranks.agreed():
             if world.rank == 0 and cfg.data.kind != "shapes":
-                self.autoencoder = encoders.load_autoencoder(vae, torch.device("cpu"))
+                self.autoencoder = encoders.load_autoencoder(vae, world.device)
 
     def take_stored(self, samples: ShardSet) -> None:
         """Draw the first sample.count different captions of an open data set. Raises: Refusal.
 
-        Damaged samples are left out. At most LOOKED_AT samples for each caption are looked at, so there may be fewer.
+        At most LOOKED_AT samples for each caption are looked at, so there may be fewer.
         """
         count = self.cfg.sample.count
         found: dict[str, Rows] = {}
         for number in range(min(len(samples), LOOKED_AT * count)):
             rows = samples.layout.rows()
-            with suppress(shards.BadSample):  # training and validation name them
-                meta = samples.read(number, rows)
-                found.setdefault(meta.caption or meta.key, rows)
+            meta = samples.read(number, rows)
+            found.setdefault(meta.caption or meta.key, rows)
             if len(found) == count:
                 break
         self.captions = list(found)
@@ -71,17 +68,17 @@ class Artist:
         model = self.cfg.model
         self.captions = prompts
         if self.cfg.data.kind == "shapes":
-            own = [toy.encode_caption(text, model.text_tokens, model.t5_dim, model.clip_dim) for text in [*prompts, ""]]
-            self.encoded = [dict(zip(("t5", "clip"), map(shards.to_bf16_bits, values))) for values in own]
-            self.empty = self.encoded.pop()
-            return
-        nets = encoders.Encoders(home, model, self.world.device, torch.float32, sees=False)
-        self.empty = nets.empty
-        for prompt in prompts:
-            at(f"encoding {prompt!r}")
-            if nets.t5.longer([prompt]):
-                raise Refusal(f"prompt {prompt[:40]!r}... has more than {model.text_tokens} tokens of T5; shorten it")
-            self.encoded.append({name: bits[0] for name, bits in nets.encode_text([prompt]).items()})
+            for text in (*prompts, ""):
+                values = toy.encode_caption(text, model)
+                self.encoded.append({name: shards.to_bf16_bits(array) for name, array in values.items()})
+        else:
+            nets = encoders.Encoders(home, model, self.world.device, torch.float32, sees=False)
+            for text in (*prompts, ""):
+                at(f"encoding {text!r}")
+                if nets.t5.longer([text]):
+                    raise Refusal(f"prompt {text[:40]!r}... has more than {model.text_tokens} tokens of T5; shorten it")
+                self.encoded.append({name: bits[0] for name, bits in nets.encode_text([text]).items()})
+        self.empty = self.encoded.pop()
 
     def paint(self, net: nn.Module, at: Callable[[str], None]) -> list[np.ndarray]:
         """A picture of each caption, (3, H, W) about in [-1, 1]; none on ranks other than 0. Collective.
@@ -93,9 +90,10 @@ class Artist:
             for first in range(0, len(self.captions), self.cfg.eval.batch):
                 z_BCYX = self.generate_latents(net, first, at)
                 if self.world.rank == 0:
-                    pictures += self._decoded(z_BCYX)
+                    pictures += map(self._decoded, z_BCYX)
         return pictures
 
+    @torch.no_grad()
     def generate_latents(self, net: nn.Module, first: int, at: Callable[[str], None]) -> Tensor:
         """A latent for each of eval.batch captions: (B, C, Y, X) fp32, on the autoencoder's scale. Collective.
 
@@ -111,17 +109,15 @@ class Artist:
         noise = [rng.normals(sample.seed, rng.SAMPLING, model.latent_shape, sample=i, epoch=0) for i in numbers]
         x_BNP = latents.pack(torch.from_numpy(np.stack(noise)).to(self.world.device))
         try:
-            with torch.no_grad():
-                for step in range(sample.steps):  # from 1, noise, to 0, data: BFL flux, get_schedule of schnell
-                    at(f"sampling step {step}")
-                    t = 1 - step / sample.steps
-                    t_next = 1 - (step + 1) / sample.steps
-                    t_B = x_BNP.new_full((len(texts),), t)
-                    x_in_BNP = x_BNP.to(sharding.DTYPES[self.cfg.parallel.dtype])
-                    velocities = [net(x_in_BNP, *encoding, t_B).float() for encoding in encodings]
-                    unguided_BNP = velocities[-1]  # at guidance 1 that of the captions themselves
-                    velocity_BNP = unguided_BNP + sample.guidance * (velocities[0] - unguided_BNP)
-                    x_BNP = x_BNP + (t_next - t) * velocity_BNP
+            for step in range(sample.steps):  # from 1, noise, to 0, data: BFL flux, get_schedule of schnell
+                at(f"sampling step {step}")
+                t = 1 - step / sample.steps
+                t_next = 1 - (step + 1) / sample.steps
+                t_B = x_BNP.new_full((len(texts),), t)
+                velocities = [net(x_BNP.to(self.dtype), *encoding, t_B).float() for encoding in encodings]
+                unguided_BNP = velocities[-1]  # at guidance 1 that of the captions themselves
+                velocity_BNP = unguided_BNP + sample.guidance * (velocities[0] - unguided_BNP)
+                x_BNP = x_BNP + (t_next - t) * velocity_BNP
         finally:
             sharding.reshard(net)  # also after an interruption: training or a checkpoint may follow
         return latents.unscale(latents.unpack(x_BNP, model.latent_height, model.latent_width))
@@ -129,18 +125,14 @@ class Artist:
     def _stacked(self, texts: list[Rows]) -> list[Tensor]:
         """[t5_BTE, clip_BV] in parallel.dtype."""
         bits = [torch.from_numpy(np.stack([text[name] for text in texts])) for name in ("t5", "clip")]
-        dtype = sharding.DTYPES[self.cfg.parallel.dtype]
-        return [part.view(torch.bfloat16).to(self.world.device, dtype) for part in bits]
+        return [part.view(torch.bfloat16).to(self.world.device, self.dtype) for part in bits]
 
-    def _decoded(self, z_BCYX: Tensor) -> list[np.ndarray]:
-        """The autoencoder is on the device of the latents only meanwhile."""
+    @torch.no_grad()
+    def _decoded(self, z_CYX: Tensor) -> np.ndarray:
         if not self.autoencoder:
-            return [toy.decode(z) for z in z_BCYX.cpu().numpy()]
-        with torch.no_grad(), sdpa_kernel(IN_FP32):
-            net = self.autoencoder.to(z_BCYX.device)
-            pictures = [net.decode(z_CYX[None]).sample[0].cpu().numpy() for z_CYX in z_BCYX]
-            net.to("cpu")
-            return pictures
+            return toy.decode(z_CYX.cpu().numpy())
+        with sdpa_kernel(SDPBackend.MATH):  # the net's kernels may not support fp32
+            return self.autoencoder.decode(z_CYX[None]).sample[0].cpu().numpy()
 
     def save(self, pictures: list[np.ndarray], path: Path) -> None:
         """Save pictures above their captions as one PNG."""
@@ -167,8 +159,6 @@ class Gallery(Artist):
         if self.newest == samples:
             return
         self.newest = samples
-        if self.world.device.type != "cpu":
-            torch.accelerator.synchronize()  # sync: the training steps under way do not count as drawing
         begin = time.perf_counter()
         self.take_stored(self.samples)
         pictures = self.paint(state.net, at)
@@ -178,6 +168,6 @@ class Gallery(Artist):
                 self.save(pictures, path)
                 self.report.picture(path, samples)
                 if self.cfg.sample.every_samples:
-                    sheet.strip(path.parent, pictures[0].shape[1], samples)
+                    sheet.strip(path.parent, pictures[0].shape[1])
             self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures: {path}")
         self.report.pause(time.perf_counter() - begin)

@@ -15,16 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flux_ref import latents, tensors, weights
+from flux_ref import latents, tensors
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Fault, Refusal, one_line
 
 # B batch  H, W pixel rows and columns  C, Y, X latent  T text tokens (256)  E T5 features (4096)  V CLIP features (768)
 FILES = 'ae.safetensors "text_encoder*/*" "tokenizer*/*"'
 FETCH = f"fetch it: hf download black-forest-labs/FLUX.1-schnell {FILES} --local-dir DIR"
-VAE_FILES = ("ae.safetensors", "vae/diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors")
-VAE_SCALES = {"scaling_factor": latents.SCALE, "shift_factor": latents.SHIFT}
-VAE = VAE_SCALES | {  # source: vae/config.json of black-forest-labs/FLUX.1-schnell
+VAE_FILES = ("ae.safetensors", "vae/diffusion_pytorch_model.safetensors")
+VAE = {  # source: vae/config.json of black-forest-labs/FLUX.1-schnell
+    "scaling_factor": latents.SCALE,
+    "shift_factor": latents.SHIFT,
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
@@ -35,10 +36,6 @@ VAE = VAE_SCALES | {  # source: vae/config.json of black-forest-labs/FLUX.1-schn
     "use_post_quant_conv": False,
 }
 CLIP_TOKENS = 77  # all that CLIP has positions for
-KINDS = {  # by the number of FLUX.1-schnell's folder: transformers' class, and which of its outputs
-    "": ("CLIPTextModel", "pooler_output"),
-    "_2": ("T5EncoderModel", "last_hidden_state"),
-}
 
 
 def new_autoencoder() -> Any:
@@ -55,8 +52,8 @@ def new_autoencoder() -> Any:
 def load_autoencoder(given: Path, device: torch.device) -> Any:
     """The autoencoder in fp32 and without gradients, by the names of Black Forest Labs or diffusers.
 
-    given: the file, diffusers' vae/, or a folder such as FLUX.1-schnell's repository.
-    Raises: Refusal if there is no such file, or it does not fit, is damaged or holds a number that is not finite.
+    given: the file, or a folder such as FLUX.1-schnell's repository.
+    Raises: Refusal if there is no such file, or it does not fit or is damaged.
     """
     path = next((file for file in (given, *(given / name for name in VAE_FILES)) if file.is_file()), None)
     if not path:
@@ -69,12 +66,11 @@ def load_autoencoder(given: Path, device: torch.device) -> Any:
         from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 
         found = convert_ldm_vae_checkpoint(found, VAE)
-    weights.require_config(path.with_name("config.json"), VAE_SCALES)
-    want = {name: tuple(part.shape) for name, part in net.state_dict().items()}
-    tensors.require_fit({name: tuple(part.shape) for name, part in found.items()}, want, f"autoencoder {path}")
-    values = {name: tensors.finite(part.float(), name, f"autoencoder {path}") for name, part in found.items()}
-    net.load_state_dict(values, assign=True)
-    return net.to(device).eval().requires_grad_(False)
+    try:
+        net.load_state_dict(found, assign=True)
+    except RuntimeError as error:
+        raise Refusal(f"autoencoder {path} does not fit: {one_line(error, 400)}; {FETCH}") from None
+    return net.to(device, torch.float32).eval().requires_grad_(False)
 
 
 class TextEncoder:
@@ -84,18 +80,20 @@ class TextEncoder:
     no mask (MLPerf reference; BFL flux, HFEmbedder).
     """
 
-    def __init__(self, home: Path, number: str, tokens: int, features: int, device: torch.device, dtype: torch.dtype):
-        """home: the folder of text_encoder and tokenizer with this number of KINDS. Raises: Refusal."""
+    def __init__(self, folder: Path, kind: str, tokens: int, features: int, device: torch.device, dtype: torch.dtype):
+        """folder: text_encoder or text_encoder_2; the tokenizer lies beside it. kind: transformers' class.
+
+        Raises: Refusal.
+        """
         import transformers
 
         self.tokens = tokens
-        kind, self.output = KINDS[number]
-        folder = home / f"text_encoder{number}"
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         local = {"local_files_only": True, "trust_remote_code": False}
+        tokenizer = folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
         try:
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(home / f"tokenizer{number}", **local)
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer, **local)
             net, report = getattr(transformers, kind).from_pretrained(
                 folder, use_safetensors=True, dtype=dtype, output_loading_info=True, **local
             )
@@ -112,17 +110,16 @@ class TextEncoder:
         return sum(len(ids) > self.tokens for ids in self.tokenizer(list(captions))["input_ids"])
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
+        """T5's states, (B, T, E); CLIP's pooled vectors, (B, V)."""
         ids_BT = self.tokenizer(
             list(captions), max_length=self.tokens, padding="max_length", truncation=True, return_tensors="pt"
         )["input_ids"]
-        return getattr(self.net(input_ids=ids_BT.to(self.net.device)), self.output)
+        found = self.net(input_ids=ids_BT.to(self.net.device))
+        return found.get("pooler_output", found.last_hidden_state)
 
 
 class Encoders:
-    """From pixels and captions to the four members of samples.
-
-    empty: {"t5", "clip"}, the encodings of the empty caption as bf16 bits.
-    """
+    """From pixels and captions to the four members of samples, as bf16 bits."""
 
     def __init__(self, home: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype, sees: bool = True):
         """home: as FLUX.1-schnell's repository. sees: pixels too. Raises: Refusal for files that do not fit the model.
@@ -131,30 +128,29 @@ class Encoders:
         """
         self.device = device
         self.autoencoder: Any = load_autoencoder(home, device) if sees else None
-        self.t5 = TextEncoder(home, "_2", model.text_tokens, model.t5_dim, device, dtype)
-        self.clip = TextEncoder(home, "", CLIP_TOKENS, model.clip_dim, device, dtype)
-        self.empty = {name: bits[0] for name, bits in self.encode_text([""]).items()}
+        t5 = home / "text_encoder_2"
+        self.t5 = TextEncoder(t5, "T5EncoderModel", model.text_tokens, model.t5_dim, device, dtype)
+        self.clip = TextEncoder(home / "text_encoder", "CLIPTextModel", CLIP_TOKENS, model.clip_dim, device, dtype)
 
     @torch.no_grad()
     def encode_text(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
-        """{"t5": (B, T, E), "clip": (B, V)} as bf16 bits. sync: the host waits for the device.
+        """{"t5": (B, T, E), "clip": (B, V)}. sync: the host waits for the device.
 
         Raises: Fault if an encoder returns what is not finite.
         """
-        return _bits({"t5": self.t5(captions), "clip": self.clip(captions)}, captions)
+        return {"t5": _bits(self.t5(captions), captions), "clip": _bits(self.clip(captions), captions)}
 
     @torch.no_grad()
     def encode(self, pixels_B3HW: Tensor, captions: Sequence[str]) -> dict[str, np.ndarray]:
         """encode_text and {"mean", "logvar": (B, C, Y, X)} at the autoencoder's own scale; pixels are uint8."""
         pixels_B3HW = pixels_B3HW.to(self.device).float() / 127.5 - 1
-        moments = self.autoencoder.encode(pixels_B3HW).latent_dist.parameters.chunk(2, dim=1)
-        return self.encode_text(captions) | _bits(dict(zip(("mean", "logvar"), moments)), captions)
+        moments = self.autoencoder.encode(pixels_B3HW).latent_dist.parameters
+        mean, logvar = np.split(_bits(moments, captions), 2, axis=1)
+        return self.encode_text(captions) | {"mean": mean, "logvar": logvar}
 
 
-def _bits(members: dict[str, Tensor], captions: Sequence[str]) -> dict[str, np.ndarray]:
+def _bits(values: Tensor, captions: Sequence[str]) -> np.ndarray:
     """Rounded to bf16, as its bits in uint16. Raises: Fault for a value that is not finite."""
-    for name, values in members.items():
-        for caption, value in zip(captions, values):
-            if not value.isfinite().all():
-                raise Fault(f"{name} of {caption!r} is NaN or infinite", alone=True)
-    return {name: values.bfloat16().view(torch.uint16).cpu().numpy() for name, values in members.items()}
+    if not values.isfinite().all():
+        raise Fault(f"an encoding of the batch that begins with {captions[0]!r} is NaN or infinite", alone=True)
+    return values.bfloat16().view(torch.uint16).cpu().numpy()

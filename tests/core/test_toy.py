@@ -10,29 +10,32 @@ from run_files import contents
 from shard_damage import LAYOUT, opened
 
 from flux_ref import config_file, latents, shards, toy
+from flux_ref.config import ModelConfig
 from tools.prepare import commands
+
+WORDS = {word for drawing in toy.all_drawings() for word in drawing.caption.split()}
 
 
 def test_encode_inverts_decode_and_keeps_the_lowest_frequencies_and_flat_colours():
     for axis, count in enumerate((8, 4, 4)):
         kept = {(u, v) for c, u, v in toy.KEPT if c == axis}
         assert len(kept) == count and max(map(sum, kept)) <= min(map(sum, set(np.ndindex(8, 8)) - kept))
-    grey, _ = toy.encode(np.zeros((3, 32, 48), np.float32))
+    grey = toy.encode(np.zeros((3, 32, 48), np.float32))
     mean = grey + 0.5 * np.random.default_rng(0).standard_normal(grey.shape).astype(np.float32)
     picture = toy.decode(mean)
     assert 0.1 < abs(picture).max() < 1, "this latent must not clip"
-    np.testing.assert_allclose(toy.encode(picture)[0], mean, atol=1e-5)
+    np.testing.assert_allclose(toy.encode(picture), mean, atol=1e-5)
     for colour in toy.COLOURS.values():
         flat = np.broadcast_to(2 * np.array(colour)[:, None, None] - 1, (3, 16, 8))
-        np.testing.assert_allclose(toy.decode(toy.encode(flat)[0]), flat, atol=1e-5)
+        np.testing.assert_allclose(toy.decode(toy.encode(flat)), flat, atol=1e-5)
 
 
 def test_latents_have_about_zero_mean_and_unit_variance():
     """Under FLUX.1's own shift and scale, over all drawings."""
-    means, logvars = zip(*(toy.encode(toy.render(drawing, 64, 64)) for drawing in toy.all_drawings()))
-    mean, logvar = torch.from_numpy(np.stack(means)), torch.from_numpy(np.stack(logvars))
+    means = [toy.encode(toy.render(drawing, 64, 64)) for drawing in toy.all_drawings()]
+    mean = torch.from_numpy(np.stack(means))
     assert mean.shape[1:] == (16, 8, 8)
-    latent = latents.sample(mean, logvar, torch.randn(mean.shape, generator=torch.Generator().manual_seed(0)))
+    latent = latents.sample(mean, torch.full_like(mean, toy.LOGVAR), torch.randn(mean.shape, generator=torch.Generator().manual_seed(0)))
     assert abs(latent.mean()) < 0.1
     assert 0.8 < latent.var() < 1.2
 
@@ -45,7 +48,7 @@ def test_held_out_has_each_colour_and_shape_once_and_training_has_the_rest():
     shown = set(everything) - set(held_out)
     assert len(shown) == 180 - 18, "held-out drawings are among all drawings"
     for drawings in (held_out, shown):  # training knows every word, and validation asks for it
-        assert {word for drawing in drawings for word in drawing.caption.split()} == toy.words()
+        assert {word for drawing in drawings for word in drawing.caption.split()} == WORDS
 
 
 def test_the_set_has_keys_timesteps_and_captions_and_training_never_shows_what_validation_asks_for(shapes_dir, micro):
@@ -70,8 +73,17 @@ def test_a_set_is_made_once_and_whole_or_not_at_all(micro, tmp_path, monkeypatch
         patch.setattr(shards, "to_bf16_bits", interrupt)
         toy.ensure(cfg)
     assert not list(tmp_path.glob("[!.]*"))
+    write_empty = shards.write_empty
+
+    def beside_another(*args: object) -> None:
+        """Another first start makes the set meanwhile."""
+        monkeypatch.setattr(shards, "write_empty", write_empty)
+        toy.ensure(cfg)
+        write_empty(*args)
+
+    monkeypatch.setattr(shards, "write_empty", beside_another)
     toy.ensure(cfg)
-    assert [path.name for path in tmp_path.glob("[!.]*")] == ["set"]
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
     assert len(opened(tmp_path / "set" / "train")) == micro.data.train_count
     assert commands.main(["shapes", f"--config={MICRO}", f"--out={tmp_path / 'made'}"]) == 0
     assert contents(tmp_path / "made" / "train") == contents(tmp_path / "set" / "train")
@@ -98,11 +110,12 @@ def test_drawings_are_where_and_what_their_captions_say():
 
 def test_caption_encodings_are_the_same_in_every_process():
     """One vector a word, whatever the case; pinned, because a data set on disk was made with them."""
-    t5, clip = toy.encode_caption("a Red circle", 5, 6, 4)
+    t5, clip = toy.encode_caption("a Red circle", ModelConfig(text_tokens=5, t5_dim=6, clip_dim=4)).values()
     assert t5.shape == (5, 6) and clip.shape == (4,) and t5.dtype == clip.dtype == np.float32
     np.testing.assert_allclose(t5[1, :3], [-0.11212102, -0.37770814, 0.19347517], rtol=1e-5)
     np.testing.assert_allclose(t5[4, :3], [0.38186851, -0.00030607, -0.81482333], rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(clip, [0.09850877, 0.4119615, 0.8492412, -0.34046832], rtol=1e-5)
-    states, pooled = zip(*(toy.encode_caption(word, 1, 28, 14) for word in toy.words()))
-    assert len(np.unique(states, axis=0)) == len(np.unique(pooled, axis=0)) == len(toy.words())
+    one = ModelConfig(text_tokens=1, t5_dim=28, clip_dim=14)
+    states, pooled = zip(*(toy.encode_caption(word, one).values() for word in WORDS))
+    assert len(np.unique(states, axis=0)) == len(np.unique(pooled, axis=0)) == len(WORDS)
     assert abs(np.mean(states)) < 0.1 and np.std(states) == pytest.approx(1, abs=0.1)

@@ -1,20 +1,9 @@
-"""Axes of charts, and what stands in the chart of the losses."""
+"""The range of charts, and what stands in the chart of the losses."""
 
 import numpy as np
 from PIL import Image, ImageColor
 
 from flux_ref import loss_chart
-
-
-def test_ticks_are_round_and_cover_the_axis():
-    cases = {
-        (0, 54_000): "0 10,000 20,000 30,000 40,000 50,000",
-        (0.23, 0.52): "0.25 0.30 0.35 0.40 0.45 0.50",
-        (0.5858, 0.61): "0.590 0.595 0.600 0.605 0.610",
-        (-1, 1): "-1.0 -0.5 0.0 0.5 1.0",
-        (0, 39): "0 5 10 15 20 25 30 35",
-    }
-    assert {case: " ".join(loss_chart.ticks(*case).values()) for case in cases} == cases
 
 
 def test_the_first_losses_do_not_set_the_range():
@@ -29,6 +18,7 @@ def test_the_first_losses_do_not_set_the_range():
 
 def test_each_loss_lies_at_its_place_and_high_ones_above_the_chart(tmp_path):
     val = [(0, 2.0), (20, 0.5), (40, 0.3)]
+    loss_chart.chart([], [], 0.0, tmp_path / "losses.png")  # of a run without a record
     loss_chart.chart([(x, 0.4) for x in range(1, 40)], val, 0.35, tmp_path / "losses.png")
     pixels = np.asarray(Image.open(tmp_path / "losses.png"))
     low, high = loss_chart.span([val], 0.35)

@@ -226,7 +226,7 @@ def run(args: argparse.Namespace) -> int:
         with ranks.agreed():
             if world.rank == 0:
                 files.remove(folder / "set" / "empty_encodings")
-                shards.write_empty(folder / "set" / "empty_encodings", nets.empty)
+                shards.write_empty(folder / "set" / "empty_encodings", nets.encode_text([""]))
                 print(f"{args.output}: {_finish(folder, shards.layout(model))}")
     if world.rank == 0 and longer:
         print(f"{longer} of the captions encoded now are cut after {model.text_tokens} tokens, model.text_tokens")
