@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flux_ref import config, latents, ranks, rng, sharding, shards, toy
 from flux_ref.config import Config
 from flux_ref.data import Rows
-from flux_ref.errors import Refusal
 from flux_ref.pictures import encoders, sheet
 from flux_ref.ranks import World
 from flux_ref.report import Reporter
@@ -75,8 +74,6 @@ class Artist:
             nets = encoders.Encoders(home, model, self.world.device, torch.float32, sees=False)
             for text in (*prompts, ""):
                 at(f"encoding {text!r}")
-                if nets.t5.longer([text]):
-                    raise Refusal(f"prompt {text[:40]!r}... has more than {model.text_tokens} tokens of T5; shorten it")
                 self.encoded.append({name: bits[0] for name, bits in nets.encode_text([text]).items()})
         self.empty = self.encoded.pop()
 
@@ -167,7 +164,6 @@ class Gallery(Artist):
             if pictures:
                 self.save(pictures, path)
                 self.report.picture(path, samples)
-                if self.cfg.sample.every_samples:
-                    sheet.strip(path.parent, pictures[0].shape[1])
+                sheet.strip(path.parent, pictures[0].shape[1])
             self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures: {path}")
         self.report.pause(time.perf_counter() - begin)

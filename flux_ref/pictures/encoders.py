@@ -61,7 +61,7 @@ def load_autoencoder(given: Path, device: torch.device) -> Any:
     with torch.device("meta"):
         net = new_autoencoder()
     with tensors.opened(path, "autoencoder") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        found = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
     if any(".down." in name for name in found):
         from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 
@@ -70,7 +70,7 @@ def load_autoencoder(given: Path, device: torch.device) -> Any:
         net.load_state_dict(found, assign=True)
     except RuntimeError as error:
         raise Refusal(f"autoencoder {path} does not fit: {one_line(error, 400)}; {FETCH}") from None
-    return net.to(device, torch.float32).eval().requires_grad_(False)
+    return net.to(device).eval().requires_grad_(False)
 
 
 class TextEncoder:
@@ -89,7 +89,6 @@ class TextEncoder:
 
         self.tokens = tokens
         transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
         local = {"local_files_only": True, "trust_remote_code": False}
         tokenizer = folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
         try:

@@ -35,7 +35,9 @@ def test_latents_have_about_zero_mean_and_unit_variance():
     means = [toy.encode(toy.render(drawing, 64, 64)) for drawing in toy.all_drawings()]
     mean = torch.from_numpy(np.stack(means))
     assert mean.shape[1:] == (16, 8, 8)
-    latent = latents.sample(mean, torch.full_like(mean, toy.LOGVAR), torch.randn(mean.shape, generator=torch.Generator().manual_seed(0)))
+    latent = latents.sample(
+        mean, torch.full_like(mean, toy.LOGVAR), torch.randn(mean.shape, generator=torch.Generator().manual_seed(0))
+    )
     assert abs(latent.mean()) < 0.1
     assert 0.8 < latent.var() < 1.2
 

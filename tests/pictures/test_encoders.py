@@ -39,10 +39,12 @@ def values_of(bits: np.ndarray) -> torch.Tensor:
 # The autoencoder
 
 
-def test_a_file_by_either_names_gives_diffusers_net_and_samples_hold_its_moments(nets):
+def test_a_file_by_either_names_gives_diffusers_net_and_samples_hold_its_moments(nets, tmp_path):
     """The log of a variance as it is, where diffusers clamps it at -30."""
     theirs = AutoencoderKL.from_pretrained(nets / "vae")
-    for path in (nets, nets / "ae.safetensors", nets / "vae"):
+    home = tmp_path / "diffusers"
+    shutil.copytree(nets / "vae", home / "vae")
+    for path in (nets, nets / "ae.safetensors", home):
         net = load_autoencoder(path, CPU)
         assert {(p.dtype, p.requires_grad) for p in net.parameters()} == {(torch.float32, False)}
         require_identical(net.state_dict(), theirs.state_dict())
@@ -56,17 +58,10 @@ def test_a_file_by_either_names_gives_diffusers_net_and_samples_hold_its_moments
 
 def test_files_that_are_no_autoencoder_of_flux_are_refused(nets, tmp_path):
     path = tmp_path / "ae.safetensors"
-    bias = "encoder.conv_in.bias"
-    for words, change in {
-        "1 misshaped: encoder.conv_in.bias (3,), want (32,)": {bias: torch.zeros(3)},
-        "encoder.conv_in.bias holds NaN": {bias: torch.full((32,), torch.nan).bfloat16()},
-    }.items():
-        save_file(load_file(nets / "ae.safetensors") | change, path)
-        assert words in refusal(load_autoencoder, path, CPU)
+    save_file(load_file(nets / "ae.safetensors") | {"encoder.conv_in.bias": torch.zeros(3)}, path)
+    line = refusal(load_autoencoder, path, CPU)
+    assert line.startswith(f"autoencoder {path} does not fit: ") and "encoder.conv_in.bias" in line
     assert "is no file and has no ae.safetensors; fetch it:" in refusal(load_autoencoder, tmp_path / "x", CPU)
-    shutil.copytree(nets / "vae", tmp_path / "vae")
-    (tmp_path / "vae" / "config.json").write_text('{"scaling_factor": 0.18215}')
-    assert "another model's, it says {'scaling_factor': 0.18215}" in refusal(load_autoencoder, tmp_path / "vae", CPU)
 
 
 # Text encoders
@@ -101,7 +96,7 @@ def test_encodings_in_bf16_differ_by_rounding_and_those_that_are_not_finite_are_
     for name in ("t5", "clip"):
         assert 0 < relative_error(values_of(other[name]), values_of(exact[name])) < 0.05
     full.t5.net.shared.weight.data[WORDS.index("dog")] = torch.nan
-    with pytest.raises(Fault, match="t5 of 'a dog' is NaN"):
+    with pytest.raises(Fault, match="an encoding of the batch that begins with 'a cat' is NaN"):
         full.encode(torch.zeros(2, 3, *PIXELS, dtype=torch.uint8), ["a cat", "a dog"])
 
 
@@ -152,11 +147,8 @@ def test_encoders_lie_in_the_folder_of_the_autoencoder_or_of_the_model(nets, dra
     ways = [[nets], [bare, f"--vae={nets}"], [bare, f"--vae={nets}/ae.safetensors"]]
     files = [Path(draw(*way, "--prompt=a cat", "--guidance=2")).read_bytes() for way in ways]
     assert files == files[:1] * len(files)
-    for words, argv in {
-        f"autoencoder {tmp_path} is no file and has no ae.safetensors; fetch it: hf download": [],
-        f"has more than {MODEL.text_tokens} tokens of T5; shorten it": [f"--vae={nets}", f"--prompt={'a cat ' * 30}"],
-    }.items():
-        assert words in draw(bare, "--prompt=a cat", *argv, code=2)
+    line = draw(bare, "--prompt=a cat", code=2)
+    assert f"autoencoder {tmp_path} is no file and has no ae.safetensors; fetch it: hf download" in line
 
 
 PAGE = (ROOT / "docs" / "own_pictures.md").read_text()

@@ -135,7 +135,7 @@ def test_the_average_is_evaluated_where_asked_for_and_so_is_what_was_exported(ru
 
 def test_each_drawing_is_a_new_file_in_its_run_or_here(run, exported, evaluate, tmp_path):
     """No drawing replaces another. --draw-only needs no data set."""
-    (tmp_path / "list.txt").write_bytes(f"\r\n{CAPTION}\u2028\r\n\r\n".encode())
+    (tmp_path / "list.txt").write_text(CAPTION)
     drawing = ["--prompt", "", f"--prompts={tmp_path}/list.txt", "--steps=2", "--draw-only", "--data.val=nowhere"]
     records = [evaluate(run, *drawing, "--json", *more)[0] for more in ([], [], ["--seed=1"])]
     first, second, other = (Path(record["pictures"]) for record in records)
@@ -145,6 +145,15 @@ def test_each_drawing_is_a_new_file_in_its_run_or_here(run, exported, evaluate, 
     here = f"{tmp_path}/here/eval_diffusers0_1.png"
     assert evaluate(exported[2], *drawing).endswith(f" {here}\n")
     assert Path(here).read_bytes() == first.read_bytes()  # of the same weights
+
+
+def test_a_list_holds_a_prompt_on_each_line_and_only_newlines_end_lines(run, evaluate, monkeypatch, tmp_path):
+    prompts = ["a cat\u2028on\x85a\x0bmat", "a\x1ddog"]  # str.splitlines would end a line at each of these
+    (tmp_path / "list.txt").write_bytes(f"\r\n {prompts[0]} \r\n\r\n{prompts[1]}".encode())
+    drawn = []
+    monkeypatch.setattr(sheet, "save", lambda pictures, captions, path: drawn.extend(captions))
+    evaluate(run, f"--prompts={tmp_path}/list.txt", "--steps=1", "--draw-only")
+    assert drawn == prompts
 
 
 def test_a_prompt_draws_as_its_stored_caption_and_guidance_takes_the_empty_one(run, evaluate, monkeypatch):
