@@ -82,7 +82,7 @@ class Artist:
 
         at: called before each sampling step with its name. It may raise, on all ranks alike.
         """
-        pictures = []
+        pictures: list[np.ndarray] = []
         with sharding.uncompiled(self.cfg.parallel):
             for first in range(0, len(self.captions), self.cfg.eval.batch):
                 z_BCYX = self.generate_latents(net, first, at)
