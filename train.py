@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         world = ranks.start(cfg.parallel)
         config_file.validate_world(cfg, world.size)
         arithmetic = arithmetic_of(cfg)
-        arithmetic.require(config.micro_batch(cfg, world.size), world.device)
+        arithmetic.require(config.micro_batch(cfg, world.size))
         with ranks.agreed():
             mode = graphs.mode(cfg, world.device)
         ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}", "config")
@@ -90,7 +90,6 @@ def main(argv: list[str]) -> int:
         alive.mark("building the model")
         state = initial_state(cfg, world, arithmetic, is_loaded=start.checkpoint is not None)
         steps = graphs.runner(state, cfg, world)
-        stack.callback(steps.close)
         saved_step = checkpoint.step_of(start.checkpoint) if start.checkpoint else None
         saver = Saver(cfg, world, state, sizes, report.say, saved_step) if cfg.checkpoint.save else None
         if saver:
@@ -167,7 +166,7 @@ def main(argv: list[str]) -> int:
         # The end: the last checkpoint, and pictures, which need the memory of the graphs
         save_and_wait(saver, state)
         alive.let_go()
-        steps.close(agreed=True)
+        steps.close()
         if gallery:
             gallery.draw(state, alive.mark)
         report.conclude(state, reached, log.flaw)
@@ -190,7 +189,7 @@ def initial_state(cfg: Config, world: World, arithmetic: Arithmetic, is_loaded: 
     The warm-up then takes the weights of no seed: any that are finite serve.
     """
     seed = None if is_loaded or cfg.init.weights else cfg.train.seed
-    state = State.build(cfg, world, seed, arithmetic)
+    state = State(sharding.build(cfg, world, seed, arithmetic), cfg, world)
     if is_loaded:
         sharding.fill_for_warm_up(state.net)
     elif cfg.init.weights:

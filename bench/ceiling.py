@@ -19,7 +19,8 @@ from torch import Tensor
 
 from bench import common
 from bench.common import Clock
-from flux_ref import errors, sharding
+from flux_ref import errors
+from flux_ref.arithmetic import DTYPES
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal, between
 from flux_ref.precision.fp8 import architecture, arithmetic, has_kernel
@@ -131,7 +132,7 @@ def ceiling(cfg: Config, micro_batch: int, clock: Clock) -> dict:
 
 def maker(cfg: Config, clock: Clock) -> Callable[[Product], Callable]:
     """What makes the calls of products in the compute dtype."""
-    return partial(plain, device=clock.device, dtype=sharding.DTYPES[cfg.parallel.dtype])
+    return partial(plain, device=clock.device, dtype=DTYPES[cfg.parallel.dtype])
 
 
 def timed(wanted: list[Product], make: Callable[[Product], Callable], clock: Clock) -> dict:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from bench import common
 from bench.common import END, Clock
 from flux_ref import config, errors, flow, sharding, weights
+from flux_ref.arithmetic import DTYPES
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import Batch, allocate, synthetic
 from flux_ref.errors import Fault, Refusal
@@ -83,7 +84,7 @@ def prepare(kind: type[OurFlux] | type[DiffusersFlux], cfg: Config, device: torc
     with torch.no_grad():
         for parameter in net.parameters():
             # numerics: parameters only; Module.to would also cast our fp32 RoPE table.
-            parameter.data = parameter.data.normal_(std=0.02).to(sharding.DTYPES[cfg.parallel.dtype])
+            parameter.data = parameter.data.normal_(std=0.02).to(DTYPES[cfg.parallel.dtype])
     net.materialise(device)
     if cfg.parallel.compile:
         options = sharding.options(device, {}) if kind is OurFlux else None  # as each side's own trainer compiles
@@ -105,7 +106,7 @@ def timed_step(side: Contender, batch: Batch, cfg: Config, clock: Clock) -> floa
     """Milliseconds of one step with clipping and AdamW, begun on an idle device."""
     clock.start()
     clock.mark("step")
-    flow.losses(side.net, batch, sharding.DTYPES[cfg.parallel.dtype]).mean().backward()
+    flow.losses(side.net, batch, DTYPES[cfg.parallel.dtype]).mean().backward()
     torch.nn.utils.clip_grad_norm_(side.net.parameters(), cfg.optim.clip_norm)
     side.opt.step()
     side.opt.zero_grad(set_to_none=True)

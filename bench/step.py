@@ -54,8 +54,8 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     clock = Clock(world.device)
     train_set = None if args.synthetic else data_set(cfg, world)
     arithmetic = arithmetic_of(cfg)
-    arithmetic.require(micro_batch(cfg, world.size), world.device)
-    state = State.of(build(cfg, world, arithmetic, args.synthetic), cfg, world, arithmetic)
+    arithmetic.require(micro_batch(cfg, world.size))
+    state = State(build(cfg, world, arithmetic, args.synthetic), cfg, world)
     run = graphs.runner(state, cfg, world)
     run.warm_up()
     feed = None
@@ -65,7 +65,7 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
             torch.accelerator.reset_peak_memory_stats()  # a replay allocates nothing, its capture does
         run.capture()
         if arithmetic.remembering:
-            state.set_clock(cfg.precision.dynamic_steps, 0)  # all but the first steps are like those from here on
+            state.set_counters(cfg.precision.dynamic_steps, 0)  # all but the first steps are like those from here on
         if train_set:
             with ranks.agreed():
                 train_set.open()
@@ -76,11 +76,10 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
         steps = clock.steps()
         if args.profile:
             kernels = profiled(lambda: run_steps(run, feed, clock, PROFILED_STEPS), args.profile, world)
-        run.close(agreed=True)  # `split` needs the memory of the graphs
+        run.close()  # `split` needs the memory of the graphs
     finally:
         if feed:
             feed.close()
-        run.close()
     totals = [sum(step.values()) for step in steps]
     samples_per_s = cfg.train.global_batch * 1e3 / mean(totals)
     peak_gb = torch.tensor([peak_memory_gb(world.device)], device=world.device)

@@ -4,14 +4,14 @@ precision/ has a class with the same methods for all other values of precision.p
 precision.switch. `arithmetic_of` alone imports it, if a config asks for it, so the folder may be taken away.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from flux_ref.config import Config
 from flux_ref.model import Flux
 from flux_ref.ranks import World
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # as keys name them
 
 
 class Arithmetic:
@@ -20,7 +20,6 @@ class Arithmetic:
     phases: the training steps at which the way of computing changes, 0 first. Each has compiled code and graphs of its
     own.
     compiler: options of Inductor beside those of sharding.py.
-    checks: for the optimizer (optim.ShardedAdamW).
     history: what a checkpoint holds beside weights and moments; the same on all ranks.
     remembering: whose history it is.
     """
@@ -29,12 +28,11 @@ class Arithmetic:
         self.cfg = cfg
         self.phases: tuple[int, ...] = (0,)
         self.compiler: dict[str, object] = {}
-        self.checks: tuple[Callable[[], Tensor], ...] = ()
         self.history = torch.zeros(0)
         self.remembering: list[str] = []
 
-    def require(self, rows: int, device: torch.device) -> None:
-        """rows: samples of a micro-batch. Raises: Refusal if the sizes or the device forbid what a config asks for."""
+    def require(self, rows: int) -> None:
+        """rows: samples of a micro-batch. Raises: Refusal if the sizes forbid what a config asks for."""
 
     def convert(self, net: Flux, device: torch.device) -> None:
         """Change modules of a net on the meta device, before it is sharded. Names and shapes of parameters stay."""
@@ -44,6 +42,13 @@ class Arithmetic:
 
     def begin(self, step: int) -> None:
         """Choose how the next step and the next validation compute. step: steps trained so far."""
+
+    def after_backward(self) -> Tensor | float:
+        """Called once per step, after the last backward. May update the history, on the device alone.
+
+        Returns 1, or NaN if the gradients are not to be believed; the same on all ranks. The norm is multiplied by it.
+        """
+        return 1.0
 
     def phase(self, step: int) -> int:
         """The phase that a training step belongs to, by its first step."""

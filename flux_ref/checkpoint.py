@@ -357,5 +357,5 @@ def load(path: Path, state: State) -> None:
             else:
                 row.local.copy_(saved.read(key, row.first, len(row.local)))
     state.arithmetic.set_scales()
-    state.set_clock(saved.info["step"], saved.info["samples"])
+    state.set_counters(saved.info["step"], saved.info["samples"])
     state.opt.set_steps(state.step)

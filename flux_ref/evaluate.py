@@ -1,8 +1,7 @@
 """The validation loss: every sample counts once at any world size, and every rank gets the same number.
 
 The last batches may have rows that only fill them. Such rows have no timestep (data.ValSet), so they are in no mean
-(step.validation_step). All ranks get rank 0's bits of the sums (ranks.all_reduce). So either
-all ranks see the target reached, or none does.
+(step.validation_step). All ranks get the same bits of the sums, so either all see the target reached, or none does.
 """
 
 import math
@@ -10,7 +9,8 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
-from flux_ref import ranks
+import torch.distributed as dist
+
 from flux_ref.data import ValSet, copy_next
 from flux_ref.errors import Fault
 from flux_ref.step_runner import Validator
@@ -31,12 +31,12 @@ def validation_loss(
     steps: Validator,
     val: ValSet,
     samples: int,
-    at: Callable[[str], None] = lambda place: None,
+    stop_point: Callable[[str], None] = lambda place: None,
 ) -> Validation:
     """Evaluate a net on the whole validation set. Collective: every rank runs the same number of batches.
 
     samples: training samples so far; they name the noise if cfg.eval.noise is "fresh".
-    at:      called after each batch with its name. It may raise, on all ranks alike.
+    stop_point: called after each batch with its name. It may raise, on all ranks alike.
     Raises:  Fault if a timestep has no sample or the loss is not finite.
     """
     steps.sums.zero_()
@@ -45,11 +45,11 @@ def validation_loss(
             for batch in range(val.batches):
                 copy_next(feed, steps.val_batch)
                 steps.validate()
-                at(f"validation batch {batch} after {samples} samples")
+                stop_point(f"validation batch {batch} after {samples} samples")
     finally:
         steps.sharded()  # also after an interruption: a checkpoint saves shards
-    # sync: once per evaluation.
-    return summarise(ranks.all_reduce(steps.sums).tolist(), samples)
+    dist.all_reduce(steps.sums)
+    return summarise(steps.sums.tolist(), samples)  # sync: once per evaluation
 
 
 def summarise(sums: list[list[float]], samples: int) -> Validation:

@@ -20,10 +20,11 @@ from flux_ref import ranks, sharding
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
 from flux_ref.ranks import World
+from flux_ref.sharding import ShardedFlux
 from flux_ref.step_runner import State, StepRunner
 
 CAPTURED = "captured"
-KEPT: list[dict] = []  # graphs that no rank may destroy
+KEPT: list[dict] = []  # after an error a graph stays until the process ends: to destroy it may wait for a lost rank
 # Relative differences between a graph and the eager step that libraries' workspaces may cause.
 FLOORS = {"loss": 1e-5, "norm": 1e-3}
 OPEN = 30.0  # a gate so wide that one hidden channel of a block shows in the gradient norm
@@ -132,6 +133,7 @@ class CapturedRunner(StepRunner):
                 self.state.arithmetic.begin(phase)
                 graphs[f"{kind} {phase}"] = self._captured(work)
         self.graphs = graphs
+        KEPT.append(graphs)
         self.sharded()  # after a capture, FSDP2 takes the weights for gathered
         with changed(self):
             found = measured(self)
@@ -158,22 +160,13 @@ class CapturedRunner(StepRunner):
         need = f"a drawing takes about {self.drawing_bytes / 1e9:.3g} GB beside the graphs"
         return f"{need}, a rank has {free / 1e9:.3g} GB; lower train.micro_batch or eval.batch"
 
-    def close(self, agreed: bool = False) -> None:
-        """Drop the graphs. Later steps run eagerly. Call this before the process group ends, also after an error.
-
-        A graph keeps its communicator alive, so destroying the process group first would hang.
-        agreed: all ranks close now and can wait for each other. Otherwise a rank or the device may be lost, and to wait
-        for it would be for ever. Then the graphs stay until the process ends.
-        """
-        super().close()
-        graphs, self.graphs = self.graphs, {}
-        if graphs and agreed:
-            torch.accelerator.synchronize()  # no graph is dropped while it runs
-            for graph in graphs.values():
-                graph.reset()
-            ranks.gather_objects(None)
-        elif graphs:
-            KEPT.append(graphs)
+    def close(self) -> None:
+        """Drop the graphs. Call this before the process group ends: a graph keeps its communicator alive."""
+        torch.accelerator.synchronize()  # no graph is dropped while it runs
+        for graph in self.graphs.values():
+            graph.reset()
+        self.graphs.clear()
+        ranks.gather_objects(None)
 
 
 # The proof: a graph that had kept weights, gradients or a batch of its capture would not see what changes after it.
@@ -226,9 +219,9 @@ def changed(steps: StepRunner) -> Iterator[None]:
         raise Fault("a step at learning rate 0 has changed weights; set graph.enabled=off", alone=True)
 
 
-def _sums(net: torch.nn.Module) -> Tensor:
+def _sums(net: ShardedFlux) -> Tensor:
     """A number for each weight shard that tells equal bits from others, up to chance."""
-    shards = (sharding.local_rows(parameter)[1] for parameter in net.parameters())
+    shards = (sharding.local_rows(parameter)[1] for parameter in sharding.named_parameters(net).values())
     return torch.stack([shard.view(torch.int32).sum(dtype=torch.int64) for shard in shards])
 
 
@@ -241,7 +234,7 @@ def measured(steps: StepRunner) -> dict[str, float]:
     step = steps.state.step
     for phase in steps.state.arithmetic.phases:
         steps.forget()
-        steps.state.set_clock(phase, steps.state.samples)
+        steps.state.set_counters(phase, steps.state.samples)
         for number in (1, 2):
             loss, norm = steps.train()
             found[f"loss of step {number} in phase {phase}"] = float(loss)
@@ -251,7 +244,7 @@ def measured(steps: StepRunner) -> dict[str, float]:
         found[f"loss of validation in phase {phase}"] = float(steps.sums[1].sum())
         steps.sharded()
     steps.forget()
-    steps.state.set_clock(step, steps.state.samples)
+    steps.state.set_counters(step, steps.state.samples)
     return found
 
 

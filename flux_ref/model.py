@@ -1,10 +1,13 @@
 """FLUX.1: 19 blocks with separate image and text streams, then 38 blocks with one joint stream.
 
 Parameters keep the names of Black Forest Labs' code, so public weights load without a map. The module is plain: no
-device, no mesh, no dtype policy. sharding.py splits the net over ranks from outside.
+device, no mesh, no dtype policy. sharding.py splits the net over ranks from outside. What the words spec, numerics,
+port and sync mean in comments: PORTING.md.
 
-numerics: activations have the dtype of `img`. RoPE and the embedding of t are fp32 for every dtype of activations and
-parameters. RMS norms compute and return fp32. Layer norms reduce in fp32 and return the dtype of the activations.
+numerics: activations have the dtype of `img`. RoPE's table and time_waves are computed in fp32; the waves are then cast
+to the dtype of the activations, in which time_in works. RMS norms compute and return fp32, but in a sharded net every
+parameter, their scale too, arrives rounded to parallel.dtype. Layer norms reduce in fp32 and return the dtype of the
+activations.
 """
 
 import math
@@ -62,7 +65,7 @@ def attention(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor) -> Tensor:
 
 def time_waves(t_B: Tensor) -> Tensor:
     """BFL flux's timestep_embedding of 1000 * t: (B, W) fp32. port: all cosines first, then all sines."""
-    t_B = 1000.0 * t_B.float()  # numerics: fp32 first; near 700, bf16 counts in steps of 4
+    t_B = 1000.0 * t_B  # numerics: t must be fp32; near 700, bf16 counts in steps of 4
     frequency = torch.exp(-math.log(10_000) * torch.arange(TIME_WAVES // 2, device=t_B.device) / (TIME_WAVES // 2))
     angle = t_B[:, None] * frequency
     return torch.cat((angle.cos(), angle.sin()), dim=-1)
@@ -241,7 +244,6 @@ class Flux(nn.Module):
         self.single_blocks = nn.ModuleList(SingleBlock(cfg) for _ in range(cfg.single_blocks))
         self.final_layer = LastLayer(cfg)
         self.register_buffer("rope", self.make_rope(), persistent=False)
-        self.names = [name for name, _ in self.named_parameters()]
 
     def make_rope(self) -> Tensor:
         """The rotations of all tokens: (S, R, 2) fp32, on the default device."""
@@ -259,7 +261,7 @@ class Flux(nn.Module):
         txt_BTD = self.txt_in(txt_BTE)
         vec_BD = self.time_in(time_waves(t_B).to(img_BNP.dtype)) + self.vector_in(clip_BV)
 
-        for block in self.double_blocks:  # port: blocks of a kind are identical and scan-safe
+        for block in self.double_blocks:  # port: blocks of a kind have the same shapes; scan over their stacked weights
             img_BND, txt_BTD = block(img_BND, txt_BTD, vec_BD, self.rope)
         x_BSD = torch.cat((txt_BTD, img_BND), dim=1)
         for block in self.single_blocks:
@@ -267,22 +269,25 @@ class Flux(nn.Module):
         return self.final_layer(x_BSD[:, txt_BTD.shape[1] :], vec_BD)
 
 
-# How parameters start: patterns of names (fnmatch), distribution, standard deviation or half-width. The first row that
-# fits decides. Blocks start as the identity, and the output as 0. rng.initial draws the values.
+# How parameters start: patterns of names (fnmatch), distribution and, for a normal one, its standard deviation. The
+# first row that fits decides. Blocks start as the identity, and the output as 0. rng.start_values draws the values.
 # spec: MLPerf reference, torchtitan experiments/flux, init_weights.
-INITIAL = (
-    (("*.scale",), "ones", "0"),
-    (("*.bias",), "zeros", "0"),
-    (("*.lin.weight", "final_layer.*"), "zeros", "0"),  # all modulation, and the head
-    (("time_in.*", "vector_in.*"), "normal", "0.02"),
-    (("*",), "uniform", "sqrt(6 / (inputs + outputs))"),  # Xavier
+START = (
+    (("*.scale",), "ones", 0.0),
+    (("*.bias",), "zeros", 0.0),
+    (("*.lin.weight", "final_layer.*"), "zeros", 0.0),  # all modulation, and the head
+    (("time_in.*", "vector_in.*"), "normal", 0.02),
+    (("*",), "xavier", 0.0),
 )
 
 
-def initial(name: str, shape: tuple[int, ...]) -> tuple[str, float]:
-    """The distribution from which a parameter starts, and its standard deviation or half-width, by INITIAL."""
-    kind, width = next(row[1:] for row in INITIAL if any(fnmatchcase(name, pattern) for pattern in row[0]))
-    return kind, math.sqrt(6.0 / (shape[0] + shape[1])) if kind == "uniform" else float(width)
+def start_of(name: str, shape: tuple[int, ...]) -> tuple[str, float]:
+    """How a parameter starts, by START: zeros, ones, or a normal or uniform distribution.
+
+    Returns its name and its standard deviation or, if it is uniform, its half-width sqrt(6 / (inputs + outputs)).
+    """
+    kind, width = next(row[1:] for row in START if any(fnmatchcase(name, pattern) for pattern in row[0]))
+    return ("uniform", math.sqrt(6.0 / (shape[0] + shape[1]))) if kind == "xavier" else (kind, width)
 
 
 def parameter_table(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -5,23 +5,23 @@ norm takes one collective for all parameters instead of one for each.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flux_ref.config import Config, OptimConfig
-from flux_ref.model import Flux
 from flux_ref.ranks import World
-from flux_ref.sharding import named_parameters
+from flux_ref.sharding import ShardedFlux, named_parameters
 
-EMA = "ema"  # the kind of moment that averages the weights
+EMA = "ema"  # the average of the weights
 CLIP_EPS = 1e-6  # numerics: added to the norm, as torch's clip_grad_norm_ does
 
 
 def moment_kinds(cfg: OptimConfig) -> tuple[str, ...]:
-    """The kinds of moments that each parameter has."""
+    """The fp32 tensors that are kept for each parameter, in its shape: AdamW's moments and, if asked for, EMA."""
     return ("exp_avg", "exp_avg_sq", EMA) if cfg.ema else ("exp_avg", "exp_avg_sq")
 
 
@@ -34,23 +34,23 @@ class ShardedAdamW:
     """torch's AdamW over the local shards of a sharded net, which share storage with the net's parameters.
 
     A graph may hold `step`: it works on the device alone, in place, without a host sync. So all moments are made here.
+    spec: weight decay holds for every parameter, biases and scales too.
 
     lr:     a scalar on the device, filled in place before each step.
     names:  of the parameters, in the order of the shards.
-    checks: each is called once per step, after the last backward, and gives a device scalar with the same bits on all
-            ranks: 1, or NaN if the gradients are not to be believed. The norm is multiplied with it.
     """
 
-    def __init__(self, net: Flux, cfg: Config, world: World, checks: Sequence[Callable[[], Tensor]] = ()):
+    def __init__(self, net: ShardedFlux, cfg: Config, world: World):
         optim = cfg.optim
         self.clip_norm = optim.clip_norm
         self.kinds = moment_kinds(optim)
-        # What the samples of one step count in the average. numerics: keeps its digits where the half-life is long.
-        self.share = -math.expm1(-math.log(2) * cfg.train.global_batch / optim.ema) if optim.ema else 0.0
+        # 1 - 0.5 ** (samples of a step / half-life). numerics: expm1 keeps its digits where the half-life is long.
+        self.ema_rate = -math.expm1(-math.log(2) * cfg.train.global_batch / optim.ema) if optim.ema else 0.0
         self.replicas = world.replicas
-        self.checks = checks
-        self.names, self.parameters = zip(*named_parameters(net).items())
-        self.shards: list[Tensor] = [nn.Parameter(parameter.detach().to_local()) for parameter in self.parameters]
+        self.after_backward = net.arithmetic.after_backward
+        self.names = net.names
+        self.parameters = list(named_parameters(net).values())
+        self.shards: list[Tensor] = [nn.Parameter(parameter.to_local().detach()) for parameter in self.parameters]
         self.lr = torch.zeros((), device=world.device)
         self.adamw = torch.optim.AdamW(
             self.shards,
@@ -70,24 +70,22 @@ class ShardedAdamW:
     def step(self) -> Tensor:
         """Clip the gradients, update the weights and the average, and clear the gradients.
 
-        spec: at learning rate 0 no bit of a weight changes: AdamW's decay factor is 1 and its update is 0.
+        At learning rate 0 no bit of a weight changes, as AdamW's decay factor is 1 and its update 0. The warm-up runs
+        real steps at rate 0 and relies on it.
         Returns the norm over all parameters of all ranks before clipping, fp32, with the same bits on all ranks. If it
         is not finite, weights and moments are lost.
         """
-        grads = [parameter.grad.to_local() for parameter in self.parameters]
-        # numerics: replicas hold equal gradients. A sum over all ranks gives all ranks the same bits of the norm.
+        grads = [cast(DTensor, parameter.grad).to_local() for parameter in self.parameters]
         squares = torch.nn.utils.get_total_norm(grads).square()
         dist.all_reduce(squares)
-        norm = (squares / self.replicas).sqrt()
-        for check in self.checks:
-            norm = norm * check()
+        # Each shard exists once per replica, so the sum over all ranks counts it so often.
+        norm = (squares / self.replicas).sqrt() * self.after_backward()
         torch._foreach_div_(grads, ((norm + CLIP_EPS) / self.clip_norm).clamp(min=1.0))
         for shard, grad in zip(self.shards, grads):
             shard.grad = grad
         self.adamw.step()
-        if self.share:
-            # The share is that of a step's samples: the batch does not change what a half-life means.
-            torch._foreach_lerp_(self.moments()[EMA], self.shards, self.share)
+        if self.ema_rate:
+            torch._foreach_lerp_(self.moments()[EMA], self.shards, self.ema_rate)
         for shard, parameter in zip(self.shards, self.parameters):
             shard.grad = parameter.grad = None
         return norm
@@ -105,5 +103,7 @@ class ShardedAdamW:
     def reset(self) -> None:
         """As before the first step: moments and step counts are 0, and the average is the weights. In place."""
         for shard, state in self.adamw.state.items():
-            for kind, tensor in state.items():
-                tensor.copy_(shard) if kind == EMA else tensor.zero_()
+            for tensor in state.values():
+                tensor.zero_()
+            if EMA in state:
+                state[EMA].copy_(shard)

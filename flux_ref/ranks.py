@@ -245,13 +245,6 @@ def require_same(text: str, what: str) -> None:
                 raise Refusal(f"{what} differs between ranks: rank 0 has {line}, rank {rank} has {other}")
 
 
-def all_reduce(tensor: Tensor) -> Tensor:
-    """Sum over all ranks, in place. numerics: every rank ends with rank 0's bits, so that all decide alike."""
-    dist.all_reduce(tensor)
-    dist.broadcast(tensor, src=0)
-    return tensor
-
-
 def gather(tensor: Tensor) -> list[list[float]]:
     """The tensor of every rank, on the host. Collective. sync: the host waits for the device."""
     return gather_later(tensor)()

@@ -60,13 +60,13 @@ def normals(seed: int, stream: int, shape: tuple[int, ...], *, sample: int, epoc
     return normal(words(seed, stream, count + count % 2, sample=sample, epoch=epoch))[:count].reshape(shape)
 
 
-def initial(seed: int, name: str, kind: str, width: float, start: int, count: int) -> np.ndarray:
+def start_values(seed: int, name: str, kind: str, width: float, start: int, count: int) -> np.ndarray:
     """Elements start .. start + count of the initial values of a parameter, (count,) float32.
 
-    kind: zeros, ones, normal (standard deviation width), or uniform (from -width to width), as model.initial tells.
+    kind: zeros, ones, normal (standard deviation width), or uniform (from -width to width), as model.start_of tells.
     """
     if kind in ("zeros", "ones"):
-        return np.full(count, kind == "ones", np.float32)
+        return np.full(count, 1.0 if kind == "ones" else 0.0, np.float32)
     lead = start % 2  # normal numbers take words in pairs
     drawn = lead + count + (lead + count) % 2
     word = words(seed, INIT, drawn, sample=name_key(name), start=start - lead)

@@ -8,11 +8,9 @@ A port replaces this file. Parameters keep Black Forest Labs' names whatever the
 """
 
 import contextlib
-import os
-import shutil
-import sysconfig
+import math
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -22,17 +20,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from flux_ref import model, rng
-from flux_ref.arithmetic import Arithmetic, arithmetic_of
+from flux_ref.arithmetic import DTYPES, Arithmetic, arithmetic_of
 from flux_ref.attention import allow_attention_of
 from flux_ref.config import Config, ParallelConfig
-from flux_ref.errors import Refusal
 from flux_ref.model import Flux
 from flux_ref.ranks import World
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Regions whose gradients FSDP2 reduces at a time, before backward waits for a reduction. Before torch 2.13 it is one.
 REDUCTIONS = 2 if hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers") else 1
-GRAPHS = 64  # at most: one per kind and length of region, mode, phase and batch shape
+RECOMPILE_LIMIT = 64  # compiled variants: one per kind and length of region, mode, phase and batch shape
 PIECE = 1 << 16  # initial values drawn at a time; they fit a processor's cache
 
 
@@ -60,7 +56,10 @@ class Region(nn.Module):
 
 
 class ShardedFlux(Flux, FSDPModule):
-    """The type of a net that is sharded: FSDP2 gives a Flux the methods of FSDPModule. No object is made of it."""
+    """The type of a sharded net: FSDP2 gives a Flux the methods of FSDPModule. No object is made of it."""
+
+    names: list[str]  # Black Forest Labs' names of the parameters, in the net's order
+    arithmetic: Arithmetic
 
 
 def recomputed(function, *args):
@@ -75,9 +74,9 @@ def regions(blocks: nn.ModuleList, cfg: ParallelConfig) -> nn.ModuleList:
     return nn.ModuleList(Region(list(blocks[start : start + cfg.region_blocks]), cfg.recompute) for start in starts)
 
 
-def named_parameters(net: Flux) -> dict[str, nn.Parameter]:
-    """Parameters by Black Forest Labs' names, which the net noted before its blocks were grouped. The order stays."""
-    return dict(zip(net.names, net.parameters(), strict=True))
+def named_parameters(net: ShardedFlux) -> dict[str, DTensor]:
+    """Parameters by Black Forest Labs' names, whatever the regions are."""
+    return dict(zip(net.names, cast(Iterator[DTensor], net.parameters()), strict=True))
 
 
 def build(cfg: Config, world: World, seed: int | None, arithmetic: Arithmetic | None = None) -> ShardedFlux:
@@ -88,19 +87,22 @@ def build(cfg: Config, world: World, seed: int | None, arithmetic: Arithmetic | 
     arithmetic = arithmetic or arithmetic_of(cfg)
     allow_attention_of(cfg, world.device)
     with torch.device("meta"):
-        net = Flux(cfg.model)
-        arithmetic.convert(net, world.device)
-    sharded = shard(net, cfg, world, arithmetic.compiler)
-    sharded.to_empty(device=world.device)
-    sharded.rope = net.make_rope().to(world.device)
+        plain = Flux(cfg.model)
+        arithmetic.convert(plain, world.device)
+    net = shard(plain, cfg, world, arithmetic)
+    net.to_empty(device=world.device)
+    net.rope = net.make_rope().to(world.device)  # the first one had no memory
     if seed is not None:
-        initialise(sharded, seed)
-    arithmetic.attach(sharded, world)
-    return sharded
+        fill_from_seed(net, seed)
+    arithmetic.attach(net, world)
+    return net
 
 
-def shard(net: Flux, cfg: Config, world: World, compiler: dict[str, object]) -> ShardedFlux:
-    """Group the blocks of a net on the meta device into regions, then shard the net. The order of the lines matters.
+def shard(plain: Flux, cfg: Config, world: World, arithmetic: Arithmetic) -> ShardedFlux:
+    """Group the blocks of a net on the meta device into regions, then shard it, in place.
+
+    The order matters: names are noted before blocks are grouped. Regions are marked to be compiled before FSDP2 wraps
+    them, so that its hooks stay outside of compiled code. Units are sharded before the net, which takes what is left.
 
     The ranks of a replica gather weights and reduce the gradients of each micro-batch.
     Replicas average their gradient shards once per step, with the last micro-batch (step.train_step).
@@ -108,29 +110,33 @@ def shard(net: Flux, cfg: Config, world: World, compiler: dict[str, object]) -> 
     parallel.reduce_dtype.
     """
     parallel = cfg.parallel
-    net.double_blocks = regions(net.double_blocks, parallel)
-    net.single_blocks = regions(net.single_blocks, parallel)
-    units = [*net.double_blocks, *net.single_blocks]
+    names = [name for name, _ in plain.named_parameters()]
+    plain.double_blocks = regions(plain.double_blocks, parallel)
+    plain.single_blocks = regions(plain.single_blocks, parallel)
+    units = [*plain.double_blocks, *plain.single_blocks]
     if parallel.compile:
-        compile_all(units, cfg, world.device, compiler)
+        compile_all(units, cfg, world.device, arithmetic.compiler)
     mixed_precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[parallel.dtype],
         reduce_dtype=DTYPES[parallel.reduce_dtype],
-        cast_forward_inputs=False,  # numerics: would turn t and RoPE into bf16
+        cast_forward_inputs=False,  # numerics: True would round t and RoPE to parallel.dtype
     )
-    freed = len(units) - parallel.kept_regions if parallel.kept_regions >= 0 else 0
+    kept = len(units) if parallel.kept_regions < 0 else parallel.kept_regions
     for i, unit in enumerate(units):
-        fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=i < freed)
-    sharded = cast(ShardedFlux, fully_shard(net, mesh=world.mesh, mp_policy=mixed_precision))
-    # torch 2.14 and later warn that an in-place operation on a result would be lost. The objective has none.
+        is_freed = i < len(units) - kept
+        fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=is_freed)
+    net = cast(ShardedFlux, fully_shard(plain, mesh=world.mesh, mp_policy=mixed_precision))
+    net.names = names
+    net.arithmetic = arithmetic
+    # torch 2.14 and later warn that operations in place on a unit's result would be lost. The objective has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if REDUCTIONS > 1:
-        sharded.set_reduce_scatter_max_input_buffers(REDUCTIONS)
-    return sharded
+        net.set_reduce_scatter_max_input_buffers(REDUCTIONS)
+    return net
 
 
 @torch.no_grad()
-def initialise(net: Flux, seed: int) -> None:
+def fill_from_seed(net: ShardedFlux, seed: int) -> None:
     """Fill each shard with its part of the initial weights.
 
     Element e of a parameter is a function of (seed, name, e). So every world size starts from the same values, and no
@@ -139,31 +145,33 @@ def initialise(net: Flux, seed: int) -> None:
     for name, parameter in named_parameters(net).items():
         first, local = local_rows(parameter)
         flat = local.view(-1)
-        start = first * local[:1].numel()
-        kind, width = model.initial(name, tuple(parameter.shape))
+        start = first * math.prod(parameter.shape[1:])
+        kind, width = model.start_of(name, tuple(parameter.shape))
         for begin in range(0, flat.numel(), PIECE):
             count = min(PIECE, flat.numel() - begin)
-            values = rng.initial(seed, name, kind, width, start + begin, count)
+            values = rng.start_values(seed, name, kind, width, start + begin, count)
             flat[begin : begin + count] = torch.from_numpy(values).to(flat.device)
 
 
-def fill_for_warm_up(net: Flux) -> None:
-    """Small random weights, for a warm-up before a checkpoint is loaded. They are the same on no two ranks."""
+def fill_for_warm_up(net: ShardedFlux) -> None:
+    """Small random weights, for a warm-up before a checkpoint is loaded.
+
+    They come from torch's own generator, so they differ between ranks and runs: the one exception to rng.py.
+    """
     with torch.no_grad():
-        for parameter in net.parameters():
+        for parameter in named_parameters(net).values():
             local_rows(parameter)[1].normal_(std=0.02)
 
 
-def local_rows(parameter: nn.Parameter) -> tuple[int, Tensor]:
+def local_rows(parameter: DTensor) -> tuple[int, Tensor]:
     """This rank's rows of a parameter, as (number of the first row, rows). FSDP2 splits axis 0 like torch.chunk."""
-    assert isinstance(parameter, DTensor), "sharded parameters only"
     mesh = parameter.device_mesh
     chunk = -(-parameter.shape[0] // mesh.size(-1))
     return min(mesh.get_local_rank(mesh.ndim - 1) * chunk, parameter.shape[0]), parameter.to_local()
 
 
 def reshard(net: nn.Module) -> None:
-    """Free all gathered weights. After a forward without backward, the next forward would use old weights."""
+    """Free all gathered weights. After a forward without backward they stay, and the next forward would use them."""
     for module in net.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -188,21 +196,10 @@ def options(device: torch.device, own: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in (wanted | own).items() if name in known._config}
 
 
-def require_compiler(device: torch.device) -> None:
-    """Raises: Refusal without a C++ compiler on the CPU, or on a GPU a C compiler, for the launchers of Triton."""
-    names = ("g++", "clang++") if device.type == "cpu" else (os.environ.get("CC", "gcc"), "clang")
-    needs = "" if any(map(shutil.which, names)) else names[0]
-    if device.type != "cpu" and not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        needs = "Python.h of python3-dev"  # which the launchers include
-    if needs:
-        raise Refusal(f"parallel.compile=true needs {needs}; install it or set parallel.compile=false")
-
-
 def compile_all(units: list[Region], cfg: Config, device: torch.device, own: dict[str, object]) -> None:
-    """Mark every region to be compiled at its first call in each mode. own: as for `options`. Raises: Refusal."""
-    require_compiler(device)
+    """Mark every region to be compiled at its first call in each mode. own: as for `options`."""
     torch.compiler.set_stance("default")
-    _set(torch._dynamo.config, "recompile_limit", GRAPHS)
+    _set(torch._dynamo.config, "recompile_limit", RECOMPILE_LIMIT)
     _set(torch._functorch.config, "activation_memory_budget", cfg.parallel.activation_budget)
     for region in units:
         region.compile(fullgraph=True, dynamic=False, options=options(device, own))
@@ -211,12 +208,6 @@ def compile_all(units: list[Region], cfg: Config, device: torch.device, own: dic
 def forbid_recompilation() -> None:
     """From now on, a shape, dtype or mode that would trigger a compilation raises an error."""
     torch.compiler.set_stance("fail_on_recompile")
-
-
-def permit_compilation() -> None:
-    """Undo `compile_all` and `forbid_recompilation`."""
-    torch.compiler.set_stance("default")
-    _set(torch._functorch.config, "activation_memory_budget", 1.0)
 
 
 def uncompiled(cfg: ParallelConfig) -> contextlib.AbstractContextManager:

@@ -1,12 +1,16 @@
-"""One training step and one validation step, as plain functions over static device buffers.
+"""One training step and one validation step: functions that update net, opt, health and sums in place.
 
-Eager, compiled and captured runs call the same functions. Only what wraps the functions differs (step_runner.py).
+Their batch lies in the same device memory at every step, so that a graph can hold them (graphs.py). Eager, compiled and
+captured runs call the same functions; only what wraps them differs (step_runner.py).
+
+What the words spec, numerics, port and sync mean in comments: PORTING.md.
 """
 
 import torch
 from torch import Tensor, nn
 
-from flux_ref import flow, schedule, sharding
+from flux_ref import flow, schedule
+from flux_ref.arithmetic import DTYPES
 from flux_ref.config import Config
 from flux_ref.data import Batch
 from flux_ref.optim import ShardedAdamW
@@ -18,7 +22,7 @@ NEVER = -1.0
 class Health:
     """Remembers on the device the first step whose loss or norm was not finite. The host does not wait.
 
-    step:      the number of the next step, a scalar in fp64. The first step is 0.
+    step:      the number of the next step, a scalar; the first step is 0. fp64 counts exactly and holds NEVER, too.
     first_bad: (2,) fp64, the step of the first bad loss and that of the first bad norm; NEVER where there is none.
     """
 
@@ -33,7 +37,7 @@ class Health:
         self.first_bad.fill_(NEVER)
 
     def update(self, loss: Tensor, grad_norm: Tensor) -> None:
-        """Look at one step. loss, grad_norm: scalars on the device."""
+        """Note a step if its loss or norm, scalars on the device, is not finite."""
         bad = ~torch.stack((loss, grad_norm)).isfinite()
         is_first = bad & (self.first_bad == NEVER)
         self.first_bad.copy_(torch.where(is_first, self.step, self.first_bad))
@@ -41,21 +45,22 @@ class Health:
 
 
 def train_step(net: ShardedFlux, opt: ShardedAdamW, batch: Batch, health: Health, cfg: Config) -> tuple[Tensor, Tensor]:
-    """Forward, backward, clip and update over one rank's batch, micro-batch by micro-batch.
+    """Forward, backward, clip and update over one rank's batch, at opt.lr, which StepRunner.step has set.
 
     Each rank takes the mean over its own rows. FSDP2 then takes the mean over the ranks.
     Returns this rank's loss and the gradient norm of all ranks before clipping, both fp32 device scalars.
     """
     rows = len(batch["t"])
-    micro = cfg.train.micro_batch or rows
+    micro = cfg.train.micro_batch or rows  # which divides rows (config_file.validate_world)
     loss = torch.zeros((), device=batch["t"].device)
     for first in range(0, rows, micro):
         part = {name: tensor[first : first + micro] for name, tensor in batch.items()}
         is_last = first + micro == rows
-        # Each micro-batch is reduced to shards at once. Replicas are averaged with the last micro-batch only.
-        net.set_is_last_backward(is_last)
+        # Gradients add up as fp32 shards: each backward ends in a reduce-scatter, the last one in an all-reduce over
+        # the replicas, too.
         net.set_requires_all_reduce(is_last)
-        part_loss = flow.losses(net, part, sharding.DTYPES[cfg.parallel.dtype]).sum() / rows
+        net.set_is_last_backward(is_last)  # FSDP2 then finishes what it has queued
+        part_loss = flow.losses(net, part, DTYPES[cfg.parallel.dtype]).sum() / rows
         part_loss.backward()
         loss += part_loss.detach()
     grad_norm = opt.step()
@@ -64,13 +69,13 @@ def train_step(net: ShardedFlux, opt: ShardedAdamW, batch: Batch, health: Health
 
 
 def validation_step(net: nn.Module, batch: Batch, sums: Tensor, cfg: Config) -> None:
-    """Add a batch to sums, (3, TIMESTEPS) fp64: per timestep rows, their losses and squared losses.
+    """Add a batch to sums, (3, TIMESTEPS) fp64: per timestep: number of rows, sum of losses, sum of squared losses.
 
     A row of padding has no timestep, so it counts nowhere.
     """
     with torch.no_grad():
-        losses = flow.losses(net, batch, sharding.DTYPES[cfg.parallel.dtype]).double()
-        rows = torch.stack((torch.ones_like(losses), losses, losses.square()))
+        losses_B = flow.losses(net, batch, DTYPES[cfg.parallel.dtype]).double()
+        stats_3B = torch.stack((torch.ones_like(losses_B), losses_B, losses_B.square()))
         # numerics: a product with a one-hot matrix sums in a fixed order. Scattered adds on a GPU do not.
         one_hot = batch["timestep"][:, None] == torch.arange(schedule.TIMESTEPS, device=sums.device)
-        sums += rows @ one_hot.double()
+        sums += stats_3B @ one_hot.double()

@@ -6,13 +6,11 @@ only hide the transfer: 147 MB for 64 samples of schnell, about 3 ms (calculated
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flux_ref import schedule, sharding
-from flux_ref.arithmetic import Arithmetic, arithmetic_of
 from flux_ref.config import Config, rank_batch
 from flux_ref.data import HostBatch, allocate, copy_next, synthetic
 from flux_ref.errors import Fault
@@ -22,32 +20,22 @@ from flux_ref.sharding import ShardedFlux
 from flux_ref.step import NEVER, Health, train_step, validation_step
 
 
-@dataclass
 class State:
-    """What outlives a step. A checkpoint holds it."""
+    """What outlives a step. A checkpoint holds it.
 
-    net: ShardedFlux
-    opt: ShardedAdamW
-    arithmetic: Arithmetic  # how the net computes, and the history of that
-    step: int = 0  # optimizer steps done
-    samples: int = 0  # training samples consumed by all ranks: the clock of the benchmark
+    arithmetic: how the net computes, and the history of that.
+    step:       optimizer steps done.
+    samples:    training samples consumed by all ranks: the clock of the benchmark.
+    """
 
-    @classmethod
-    def build(cls, cfg: Config, world: World, seed: int | None, arithmetic: Arithmetic | None = None) -> "State":
-        """A sharded net and its optimizer. seed: of the weights; None leaves the weights undefined.
+    def __init__(self, net: ShardedFlux, cfg: Config, world: World):
+        self.net = net
+        self.opt = ShardedAdamW(net, cfg, world)
+        self.arithmetic = net.arithmetic
+        self.step = 0
+        self.samples = 0
 
-        arithmetic: None is arithmetic_of(cfg).
-        """
-        arithmetic = arithmetic or arithmetic_of(cfg)
-        return cls.of(sharding.build(cfg, world, seed, arithmetic), cfg, world, arithmetic)
-
-    @classmethod
-    def of(cls, net: ShardedFlux, cfg: Config, world: World, arithmetic: Arithmetic | None = None) -> "State":
-        """The state of a sharded net before its first step. arithmetic: that of the net."""
-        arithmetic = arithmetic or arithmetic_of(cfg)
-        return cls(net, ShardedAdamW(net, cfg, world, arithmetic.checks), arithmetic)
-
-    def set_clock(self, step: int, samples: int) -> None:
+    def set_counters(self, step: int, samples: int) -> None:
         """Set the counters, and choose how the next step and the next validation compute."""
         self.step = step
         self.samples = samples
@@ -55,7 +43,7 @@ class State:
 
     def advance(self, global_batch: int) -> None:
         """Count one training step."""
-        self.set_clock(self.step + 1, self.samples + global_batch)
+        self.set_counters(self.step + 1, self.samples + global_batch)
 
 
 class Validator:
@@ -72,12 +60,12 @@ class Validator:
         validation_step(self.net, self.val_batch, self.sums, self.cfg)
 
     def sharded(self) -> None:
-        """Free all gathered weights. After a forward without backward, the next forward would use old weights."""
+        """Free all gathered weights, after a forward without backward (sharding.reshard)."""
         sharding.reshard(self.net)
 
 
 class StepRunner(Validator):
-    """The training step beside the validation step. Both compute as State.set_clock has chosen for the present step."""
+    """The training step beside the validation step. Both compute as State.set_counters has chosen."""
 
     def __init__(self, state: State, cfg: Config, world: World):
         super().__init__(state.net, cfg, world)
@@ -155,7 +143,5 @@ class StepRunner(Validator):
         """Why no picture can be drawn beside captured steps; "" if it can. The same on all ranks. Collective."""
         return ""
 
-    def close(self, agreed: bool = False) -> None:
-        """The end of training. agreed: all ranks close now and can wait for each other."""
-        if self.cfg.parallel.compile:
-            sharding.permit_compilation()
+    def close(self) -> None:
+        """The end of training. Later steps run eagerly. Collective."""

@@ -17,9 +17,9 @@ from flux_ref.checkpoint import Checkpoint
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
 from flux_ref.files import read_json
-from flux_ref.model import Flux, parameter_table
+from flux_ref.model import parameter_table
 from flux_ref.optim import EMA
-from flux_ref.sharding import local_rows, named_parameters
+from flux_ref.sharding import ShardedFlux, local_rows, named_parameters
 
 TRAINER = "flux_ref"  # under "trained_by" in the metadata of exported files
 REMEDY = "give a run, a checkpoint, a .safetensors file in BFL's layout or diffusers' transformer folder"
@@ -277,7 +277,7 @@ def headers(paths: list[Path]) -> tuple[dict[str, Path], Shapes, dict[str, str]]
     return files, shapes, metadata
 
 
-def load(net: Flux, source: Source) -> None:
+def load(net: ShardedFlux, source: Source) -> None:
     """Fill a sharded net. Every rank reads only its own rows. Raises: Refusal."""
     with torch.no_grad():
         for name, parameter in named_parameters(net).items():
@@ -285,7 +285,7 @@ def load(net: Flux, source: Source) -> None:
             local.copy_(source.read(name, first, len(local)))
 
 
-def load_everywhere(net: Flux, given: Path, model: ModelConfig) -> None:
+def load_everywhere(net: ShardedFlux, given: Path, model: ModelConfig) -> None:
     """Fill a sharded net on all ranks from a path that a user gave. Collective. Raises: Refusal."""
     path = None
     with ranks.agreed():

@@ -171,6 +171,7 @@ def own_settings() -> Iterator[None]:
     """What a process sets for itself, such as the folder of its compiler, ends with this block."""
     with mock.patch.dict(os.environ), mock.patch.object(tempfile, "tempdir", tempfile.tempdir):
         yield
+    torch.compiler.set_stance("default")
 
 
 def called(name: str, *argv: object) -> int:

@@ -43,7 +43,6 @@ class Precision(Arithmetic):
         self.remembering = policy.layers_with_delayed_scales(cfg)
         if any(stage.is_low for stage in self.stages):
             self.compiler = {"max_pointwise_cat_inputs": 0}  # transposed codes are written where they belong
-        self.checks = (self.remember_magnitudes,)
         self.chosen = -1
 
     def _phases(self) -> tuple[int, ...]:
@@ -59,7 +58,7 @@ class Precision(Arithmetic):
         """The stage that a training step belongs to."""
         return [stage for stage in self.stages if stage.first <= step][-1]
 
-    def require(self, rows: int, device: torch.device) -> None:
+    def require(self, rows: int) -> None:
         policy.require_rows(self.cfg, rows)
 
     def convert(self, net: Flux, device: torch.device) -> None:
@@ -119,7 +118,7 @@ class Precision(Arithmetic):
             self.sample.fill_(self.first_sample + self.rows)
             self.rows += len(inputs[0])
 
-    def remember_magnitudes(self) -> Tensor:
+    def after_backward(self) -> Tensor:
         """Add a step's magnitudes to the history and set the next step's scales; after the step's last backward.
 
         Returns 1.0, or NaN if any rank saw a non-finite magnitude: a cast with a remembered scale clamps infinity,

@@ -19,7 +19,6 @@ from run_files import contents, require_equal_runs
 from stand_in import Log, Recorder
 
 from flux_ref import graphs, ranks, sharding, step_runner
-from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
 from flux_ref.errors import Fault
 from flux_ref.graphs import CAPTURED, CapturedRunner, mode
@@ -50,7 +49,7 @@ def make(world):
     """Makes the steps of a fresh net, warmed up."""
 
     def fresh(cfg: Config) -> CapturedRunner:
-        steps = CapturedRunner(State.build(cfg, world, 3, arithmetic_of(cfg)), cfg, world)
+        steps = CapturedRunner(State(sharding.build(cfg, world, 3), cfg, world), cfg, world)
         steps.warm_up()
         return steps
 
@@ -357,5 +356,3 @@ def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, ma
         steps.train()
         steps.state.advance(1)
     assert replayed == ["train 0"] * 2 + ["train 2"] * 3
-    steps.close()
-    assert not steps.graphs

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import micro_config, refusal
+from conftest import micro_config
 from fake_world import fake_world
 
 from flux_ref import schedule, sharding, step_runner
@@ -21,7 +21,7 @@ def deep(**values: object) -> Config:
 
 def steps(world, cfg: Config) -> tuple[list[float], list[list[float]]]:
     """The losses of three training steps and the sums of a validation step, on synthetic data."""
-    state = State.build(cfg, world, seed=3)
+    state = State(sharding.build(cfg, world, seed=3), cfg, world)
     batch = synthetic(cfg.model, cfg.train.global_batch)
     state.opt.lr.fill_(1e-2)
     health = Health(world.device)
@@ -63,7 +63,7 @@ def collectives(kept: int) -> list[str]:
     cfg = deep(parallel__kept_regions=kept)
     log = []
     with fake_world(4) as four:
-        state = State.build(cfg, four, seed=None)
+        state = State(sharding.build(cfg, four, seed=None), cfg, four)
         for unit in (*state.net.double_blocks, *state.net.single_blocks):
             unit.set_custom_all_gather(Noted(log, "gather"))
             unit.set_custom_reduce_scatter(Noted(log, "reduce"))
@@ -76,23 +76,6 @@ def test_levers_reach_fsdp():
     logs = [collectives(kept) for kept in (0, 4, -1)]
     assert [log.index("reduce") - 10 for log in logs] == [2, 0, 0]
     assert [len(log) for log in logs] == [30, 26, 20]
-
-
-def test_compiling_needs_a_compiler_of_c(world, monkeypatch, tmp_path):
-    """On a GPU Triton builds its launchers with it, or with that of CC. They include Python.h."""
-    cfg = micro_config(parallel__compile=True)
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(sharding.shutil, "which", lambda name: None)
-    monkeypatch.setattr(sharding.sysconfig, "get_paths", lambda: {"include": tmp_path})
-    monkeypatch.delenv("CC", raising=False)
-    text = refusal(State.build, cfg, world, 0)
-    assert text == "parallel.compile=true needs g++; install it or set parallel.compile=false"
-    assert "needs Python.h of python3-dev; install it" in refusal(sharding.require_compiler, cuda)
-    (tmp_path / "Python.h").touch()
-    assert "needs gcc" in refusal(sharding.require_compiler, cuda)
-    monkeypatch.setattr(sharding.shutil, "which", lambda name: name == "own-cc" or None)
-    monkeypatch.setenv("CC", "own-cc")
-    sharding.require_compiler(cuda)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +100,7 @@ def test_compiled_equals_eager_with_four_graphs(world, values):
 @pytest.mark.slow
 def test_a_new_shape_after_the_warm_up_is_an_error_and_pictures_are_drawn_all_the_same(world):
     cfg = micro_config(parallel__compile=True)
-    state = State.build(cfg, world, seed=3)
+    state = State(sharding.build(cfg, world, seed=3), cfg, world)
     runner = step_runner.StepRunner(state, cfg, world)
     runner.warm_up()
     runner.train()
@@ -127,8 +110,6 @@ def test_a_new_shape_after_the_warm_up_is_an_error_and_pictures_are_drawn_all_th
         validation_step(state.net, synthetic(cfg.model, 3), sums, cfg)
     with pytest.raises(RuntimeError, match="recompile"):
         validation_step(state.net, synthetic(cfg.model, 5), sums, cfg)
-    runner.close()
-    validation_step(state.net, synthetic(cfg.model, 5), sums, cfg)
 
 
 def test_settings_of_the_compiler_hold_in_every_thread(world):
@@ -140,8 +121,6 @@ def test_settings_of_the_compiler_hold_in_every_thread(world):
     compiled = torch.compile(torch.sin, fullgraph=True, dynamic=False, backend="eager")
     sharding.compile_all([], micro_config(parallel__compile=True, parallel__activation_budget=0.5), world.device, {})
     with ThreadPoolExecutor(1) as elsewhere:
-        assert elsewhere.submit(settings).result() == settings() == (sharding.GRAPHS, 0.5)
+        assert elsewhere.submit(settings).result() == settings() == (sharding.RECOMPILE_LIMIT, 0.5)
         shapes = [torch.ones(size) for size in range(2, 14)]
         assert all(map(torch.equal, elsewhere.map(compiled, shapes), map(torch.sin, shapes)))
-        sharding.permit_compilation()
-        assert elsewhere.submit(settings).result() == settings() == (sharding.GRAPHS, 1.0)

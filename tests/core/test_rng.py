@@ -133,9 +133,9 @@ def test_draws_depend_on_seed_epoch_and_sample_alone():
 
 def test_a_part_of_the_initial_values_is_the_same_whoever_draws_it():
     for kind in ("normal", "uniform", "ones"):
-        whole = rng.initial(3, "some", kind, 0.3, 0, 50)
+        whole = rng.start_values(3, "some", kind, 0.3, 0, 50)
         for start, count in ((0, 7), (1, 1), (3, 8), (6, 5), (49, 1)):
-            assert np.array_equal(rng.initial(3, "some", kind, 0.3, start, count), whole[start : start + count])
+            assert np.array_equal(rng.start_values(3, "some", kind, 0.3, start, count), whole[start : start + count])
 
 
 def test_lr_is_linear_then_constant():

@@ -8,7 +8,7 @@ from conftest import micro_config, require_identical
 from fp8_net import Net
 from graph_ranks import everything
 
-from flux_ref import checkpoint
+from flux_ref import checkpoint, sharding
 from flux_ref.checkpoint import Saver, load
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
@@ -42,7 +42,7 @@ def batch_of(cfg: Config, world: World) -> Batch:
 
 def losses_of(cfg: Config, world: World, waits: str = "default") -> list[float]:
     """Five training losses. waits: what becomes of a step that waits for the device, but for the first step."""
-    state = State.build(cfg, world, seed=3)
+    state = State(sharding.build(cfg, world, seed=3), cfg, world)
     batch = batch_of(cfg, world)
     health = Health(world.device)
     state.opt.lr.fill_(1e-2)
@@ -113,7 +113,7 @@ def test_a_saved_state_goes_on_bit_for_bit(world, deterministic, tmp_path):
             state.advance(cfg.train.global_batch)
         return everything(state)
 
-    first, second = (State.build(cfg, world, seed) for seed in (3, 4))
+    first, second = (State(sharding.build(cfg, world, seed), cfg, world) for seed in (3, 4))
     train(first, 2)
     saver = Saver(cfg, world, first, {"train_samples": 0, "val_samples": 0}, print)
     saver.save(first)

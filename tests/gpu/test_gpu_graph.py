@@ -8,7 +8,7 @@ import torch
 from conftest import micro_config, micro_run, script
 from graph_ranks import STEPS, history, require_same_history
 
-from flux_ref import config_file, graphs, ranks
+from flux_ref import config_file, graphs, ranks, sharding
 from flux_ref.errors import Fault
 from flux_ref.graphs import CapturedRunner
 from flux_ref.step_runner import State
@@ -23,7 +23,7 @@ CAPTURED_TRAIN = "tests/helpers/captured_train.py"
 def make(world: ranks.World, **values: object) -> CapturedRunner:
     """The steps of a fresh net after a warm-up."""
     cfg = micro_config(**ON, **values)
-    steps = CapturedRunner(State.build(cfg, world, seed=3), cfg, world)
+    steps = CapturedRunner(State(sharding.build(cfg, world, seed=3), cfg, world), cfg, world)
     steps.warm_up()
     return steps
 
@@ -92,7 +92,7 @@ def test_replays_never_wait_for_the_device_and_use_no_more_memory_which_comes_ba
     torch.accelerator.synchronize()
     assert (torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()) == before
     assert steps.health.first_bad.tolist() == [-1, -1]
-    steps.close(agreed=True)
+    steps.close()
     torch.accelerator.empty_cache()
     assert torch.accelerator.memory_reserved() < before[1]
 

@@ -51,7 +51,7 @@ def written_tensors(cfg: Config) -> dict[str, Tensor]:
 
 def other_state(cfg: Config, world: World) -> State:
     """A state that holds other values."""
-    return State.of(sharding.build(cfg, world, seed=1), cfg, world)
+    return State(sharding.build(cfg, world, seed=1), cfg, world)
 
 
 def lively_state(cfg: Config, world: World) -> State:
@@ -61,7 +61,7 @@ def lively_state(cfg: Config, world: World) -> State:
     for key, rows in rows_of(state).items():
         rows.local.copy_(values[key][rows.first : rows.first + len(rows.local)])
     state.opt.set_steps(STEP)
-    state.set_clock(STEP, SAMPLES)
+    state.set_counters(STEP, SAMPLES)
     return state
 
 

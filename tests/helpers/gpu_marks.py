@@ -12,7 +12,7 @@ import pytest
 import stand_in
 import torch
 
-from flux_ref import ranks, sharding
+from flux_ref import ranks
 from flux_ref.config import ParallelConfig
 
 NO_DEVICE = "no accelerator; --stand-in lets a CPU stand in for it"
@@ -57,7 +57,7 @@ def device(device_or_stand_in) -> torch.device:
 def world() -> Iterator[ranks.World]:
     """One rank on that device. Afterwards the compiler is as it was before."""
     yield ranks.start(ParallelConfig())
-    sharding.permit_compilation()
+    torch.compiler.set_stance("default")
     torch._dynamo.reset()
     ranks.stop()
 

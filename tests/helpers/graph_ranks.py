@@ -16,7 +16,7 @@ import torch
 from conftest import MICRO, data_overrides, open_sets, require_identical
 from torch import Tensor
 
-from flux_ref import config_file, errors, graphs, ranks
+from flux_ref import config_file, errors, graphs, ranks, sharding
 from flux_ref.config import Config
 from flux_ref.evaluate import validation_loss
 from flux_ref.pictures.artist import Artist
@@ -43,7 +43,7 @@ def history(cfg: Config, world: World) -> dict:
     Nothing is read from the device before the end, so that the host runs ahead as far as it can.
     """
     train_set, val_set = open_sets(cfg, world)
-    state = State.build(cfg, world, seed=3)
+    state = State(sharding.build(cfg, world, seed=3), cfg, world)
     steps = graphs.runner(state, cfg, world)
     steps.warm_up()
     artist = Artist(cfg, world, Path())
@@ -62,7 +62,7 @@ def history(cfg: Config, world: World) -> dict:
             validations.append(validation_loss(steps, val_set, state.samples).losses)
             if cfg.sample.every_samples:
                 pictures += artist.paint(state.net, lambda place: None)
-    steps.close(agreed=True)
+    steps.close()
     return {
         "results": torch.stack(results).tolist(),
         "validations": validations,

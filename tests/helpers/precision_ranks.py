@@ -41,7 +41,7 @@ def fp8_config(**values: object) -> Config:
 
 def lively_state(cfg: Config, world: World) -> State:
     arithmetic = arithmetic_of(cfg)
-    return State.of(lively_net(cfg, world, arithmetic), cfg, world, arithmetic)
+    return State(lively_net(cfg, world, arithmetic), cfg, world)
 
 
 def steps(state: State, cfg: Config, world: World, count: int = STEPS, norms: list[float] | None = None) -> list[float]:
@@ -109,7 +109,7 @@ def one_nan(precision: Precision, world: World) -> list[bool]:
     """On every rank: whether a NaN of one tensor on the last rank stops the history of this tensor alone."""
     for number, amax in enumerate(precision.amaxes):
         amax.fill_(math.nan if number == 3 and world.rank == world.size - 1 else 7.0 + world.rank)
-    precision.remember_magnitudes()
+    precision.after_backward()
     moved = precision.history[:, 0] == 7.0 + world.size - 1
     return of_all(moved.tolist() == [number != 3 for number in range(len(moved))])
 

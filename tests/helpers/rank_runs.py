@@ -90,7 +90,7 @@ def initial(cfg: Config, world: World) -> dict:
 def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
     """A few steps from lively weights. disturbed: after a warm-up, and with validations in between."""
     net = lively_net(cfg, world)
-    state = State.of(net, cfg, world)
+    state = State(net, cfg, world)
     train_set, val_set = open_sets(cfg, world)
     batch = allocate(cfg.model, cfg.train.global_batch // world.size)
     steps = StepRunner(state, cfg, world)
@@ -143,7 +143,7 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     folder.mkdir(exist_ok=True)
     reporter = Reporter(config_file.replace(cfg, run__dir=str(folder)), world, BenchmarkLog().text)
     reporter.begin(0, warm_s=0.0, val_count=45)
-    state = State.of(lively_net(cfg, world), cfg, world)
+    state = State(lively_net(cfg, world), cfg, world)
     train_set, _ = open_sets(cfg, world)
     steps = StepRunner(state, cfg, world)
     feed = train_set.feed(0)

@@ -65,7 +65,7 @@ def main(name: str, out: str) -> int:
     world = ranks.start(cfg.parallel)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         net = sharding.build(cfg, world, seed=0)
-        steps = StepRunner(State.of(net, cfg, world), cfg, world)
+        steps = StepRunner(State(net, cfg, world), cfg, world)
         steps.state.opt.moments()
         for task in (steps.warm_up, *STEPS * (steps.train,)):
             with record_function(STEP):

@@ -11,6 +11,7 @@ from fake_world import fake_world
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from flux_ref import config, config_file, sharding
+from flux_ref.arithmetic import arithmetic_of
 from flux_ref.data import allocate
 from flux_ref.model import Flux
 from flux_ref.step import Health, train_step
@@ -55,7 +56,7 @@ def test_the_layout_is_that_of_fsdp2():
         cfg = wide(train__global_batch=gpus, parallel__region_blocks=blocks)
         with fake_world(gpus, node=node) as world, torch.device("meta"):
             net = Flux(cfg.model)
-            sharding.shard(net, cfg, world, {})
+            sharding.shard(net, cfg, world, arithmetic_of(cfg))
             units = [*net.double_blocks, *net.single_blocks, net]
             groups = [unit._get_fsdp_state()._fsdp_param_group.fsdp_params for unit in units]
             sizes = []
@@ -135,7 +136,7 @@ def step_without_peers(name: str) -> tuple[float, float]:
     instant = memory.fullest(cfg, layout, footprints, gpus, rows)
     profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with fake_world(gpus, node=node) as world, profiling as profiler:
-        state, health = State.of(sharding.build(cfg, world, seed=None), cfg, world), Health(world.device)
+        state, health = State(sharding.build(cfg, world, seed=None), cfg, world), Health(world.device)
         state.opt.moments()
         batch, _ = (allocate(cfg.model, count) for count in (cfg.train.global_batch // gpus, cfg.eval.batch))
         for _ in range(2):

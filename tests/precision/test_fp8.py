@@ -87,7 +87,7 @@ def test_a_history_keeps_the_newest_magnitudes_and_sets_the_next_scale(world, mo
         histories.append(state.history[0].tolist())
         assert set(state.history[1].tolist()) <= {0.0, 1.0}, "of the gradient"
         assert scales == [448 / (max(histories[step]) if step else factor) for factor in pair], step
-        state.remember_magnitudes()
+        state.after_backward()
         linear.weight.data.mul_(2)
     assert histories == [[0, 0], [2, 0], [8, 2], [1, 8], [1, 8], [1, 8]]
 

@@ -3,7 +3,6 @@
 from fnmatch import fnmatchcase
 
 import pytest
-import torch
 from conftest import ROOT, refusal
 
 from flux_ref import config_file
@@ -106,7 +105,7 @@ def test_what_cannot_be_is_refused_with_the_rule_or_the_product_and_the_remedy()
     ]
 
     def ready(values: dict) -> None:
-        arithmetic_of(tiny(**values)).require(30, torch.device("cpu"))
+        arithmetic_of(tiny(**values)).require(30)
 
     found = [(refusal(ready, values), want) for values, want in cases]
     assert [(said, want) for said, want in found if want not in said] == []

@@ -89,9 +89,9 @@ def full_net() -> Values:
     tokens = places.inputs_of("full.rope")["tokens"]
     about = places.inputs_of("full.init.piece")
     name = about["name"]
-    kind, width = model.initial(name, tuple(net.get_parameter(name).shape))
+    kind, width = model.start_of(name, tuple(net.get_parameter(name).shape))
     return {
         "full.rope": table[tokens].numpy(),
         "full.rope.sums": table.double().sum(0).float().numpy(),
-        "full.init.piece": rng.initial(FULL_SEED, name, kind, width, about["first"], about["count"]),
+        "full.init.piece": rng.start_values(FULL_SEED, name, kind, width, about["first"], about["count"]),
     }

@@ -3,17 +3,16 @@
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import count
-from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
 from flux_ref import config_file, data, evaluate, flow, optim, rng, schedule, sharding, shards, step, step_runner
 from flux_ref.config import Config
-from flux_ref.model import Flux
 from flux_ref.ranks import World
+from flux_ref.sharding import ShardedFlux
 from flux_ref.step import Health
 from flux_ref.step_runner import State
 from tools.golden import places
@@ -34,21 +33,16 @@ def start(cfg: Config, world: World, given: Values) -> State:
     net = sharding.build(cfg, world, None)
     weights = given_tensors(given, "weights.")
     with torch.no_grad():
-        for name, parameter in sharded(net).items():
+        for name, parameter in sharding.named_parameters(net).items():
             mesh = parameter.device_mesh
             whole = weights[name].to(mesh.device_type)
             parameter.copy_(distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None))
-    return State.of(net, cfg, world)
+    return State(net, cfg, world)
 
 
-def sharded(net: Flux) -> dict[str, DTensor]:
-    """The parameters of a sharded net."""
-    return cast(dict[str, DTensor], sharding.named_parameters(net))
-
-
-def local(net: Flux) -> Tensors:
+def local(net: ShardedFlux) -> Tensors:
     """This rank's shards of the weights, which share memory with the net."""
-    return {name: parameter.to_local().detach() for name, parameter in sharded(net).items()}
+    return {name: parameter.to_local().detach() for name, parameter in sharding.named_parameters(net).items()}
 
 
 def clipping(cfg: Config, world: World, given: Values) -> Tensors:

@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from flux_ref import flow, ranks, sharding
+from flux_ref.arithmetic import DTYPES
 from flux_ref.config import Config
 from flux_ref.data import Batch, fields
 from flux_ref.model import Flux
 from flux_ref.precision import fp8, linear, policy
-from flux_ref.sharding import DTYPES
 from tools.shared import communication
 from tools.shared.communication import ROOT, Layout
 

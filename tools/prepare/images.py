@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from flux_ref import files, ranks, sharding, shards
+from flux_ref import files, ranks, shards
+from flux_ref.arithmetic import DTYPES
 from flux_ref.config import ModelConfig, ParallelConfig
 from flux_ref.errors import Refusal, between, one_line
 from flux_ref.pictures.encoders import Encoders
@@ -186,7 +187,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--dtype",
-        choices=tuple(sharding.DTYPES),
+        choices=tuple(DTYPES),
         default="fp32",
         help="of the text encoders; in fp32 T5-XXL takes 19 GB on each rank (%(default)s)",
     )
@@ -209,7 +210,7 @@ def run(args: argparse.Namespace) -> int:
         with ranks.agreed():
             parts = pictures.parts_of(args.input, listed, args.caption_column, PER_PART)
             _require_enough(args, parts)
-            nets = Encoders(args.model, model, world.device, sharding.DTYPES[args.dtype])
+            nets = Encoders(args.model, model, world.device, DTYPES[args.dtype])
         folder = job.partial_of(args.output)
         with ranks.agreed():
             if world.rank == 0:  # for all
