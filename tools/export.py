@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from flux_ref import errors, files, weights
+from flux_ref.arithmetic import DTYPES
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Options
 from flux_ref.model import parameter_table
@@ -25,7 +26,6 @@ from flux_ref.progress import progress
 from flux_ref.weights import TRAINER, Source
 
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: torch.dtype) -> None:

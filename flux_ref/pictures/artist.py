@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flux_ref import config, latents, ranks, rng, sharding, shards, toy
+from flux_ref.arithmetic import DTYPES
 from flux_ref.config import Config
 from flux_ref.data import Rows
 from flux_ref.pictures import encoders, sheet
@@ -32,7 +33,7 @@ class Artist:
         """vae: of load_autoencoder; data.kind=shapes needs none. Collective. Raises: Refusal."""
         self.cfg = cfg
         self.world = world
-        self.dtype = sharding.DTYPES[cfg.parallel.dtype]
+        self.dtype = DTYPES[cfg.parallel.dtype]
         self.captions: list[str] = []
         self.encoded: list[Rows] = []
         self.empty: Rows = {}
