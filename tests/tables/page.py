@@ -14,7 +14,7 @@ import made_logs
 
 from flux_ref import config_file, weights
 from flux_ref.config import KEYS, Config
-from flux_ref.model import initial, parameter_table
+from flux_ref.model import parameter_table, start_of
 from flux_ref.precision.policy import layers
 from tools.shared import communication, flops
 
@@ -104,7 +104,7 @@ def parameters() -> Iterator[list[object]]:
     for name, shape in SHAPES.items():
         if re.search(r"blocks\.[1-9]", name):  # is equal to block 0's
             continue
-        kind, width = initial(name, shape)
+        kind, width = start_of(name, shape)
         module, _, leaf = name.rpartition(".")
         is_fp8 = leaf == "weight" and module in layers(BENCHMARK.model)
         theirs = ", ".join(f"`{other}`" for other in dict.fromkeys(_fold(part.name) for part in parts[name]))
