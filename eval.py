@@ -1,7 +1,7 @@
 """Evaluate weights: the validation loss, and pictures.
 
     python eval.py runs/tiny                                 the newest checkpoint of a run
-    python eval.py runs/tiny --checkpoint=800                that of step 800
+    python eval.py runs/tiny/checkpoints/step_000000800      another one
     python eval.py runs/tiny --all                           every checkpoint
     python eval.py runs/tiny --ema                           the average of the weights that optim.ema keeps
     python eval.py runs/tiny --prompt "a small red circle at the middle" --prompt "..." --draw-only
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         print(__doc__ + config_file.key_list())
         return 0
     options = parse(argv)
-    path = weights.find(options.path, options.step)
+    path = weights.find(options.path)
     paths = [path]
     if options.all:
         paths = checkpoint.list_checkpoints(options.path) or paths
@@ -70,7 +70,6 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     """What the command line asks for; `overrides` are keys of the config. Raises: Refusal."""
     parser = Options("eval.py", __doc__, add_help=False)
-    parser.add_argument("--checkpoint", dest="step", type=int)
     parser.add_argument("--config")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--ema", action="store_true")

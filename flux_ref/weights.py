@@ -5,7 +5,7 @@ of the head's modulation; the rest is renaming. Source: diffusers, FluxTransform
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,36 +80,32 @@ def whole_parts(table: Shapes, form: str = "{}") -> Parts:
 
 def diffusers_parts(model: ModelConfig) -> Parts:
     """The parameters, made of diffusers' tensors."""
-    return _joined(_pairs(model))
+    parts: Parts = {}
+    for name, shape in parameter_table(model).items():
+        module, _, kind = name.rpartition(".")
+        block = "".join(re.findall(r"(?<=blocks\.)\d+", module))
+        others = DIFFUSERS[re.sub(r"(?<=blocks\.)\d+", "*", module)].replace("*", block).split()
+        leaf = kind.replace("scale", "weight")  # of an RMS norm
+        parts[name] = []
+        row = 0
+        for number, other in enumerate(others, 1):
+            rows = model.hidden if number < len(others) else shape[0] - row
+            # port: of the head's modulation BFL has shift, scale; diffusers scale, shift
+            first = model.hidden - row if other == "norm_out.linear" else 0
+            parts[name].append(Part(f"{other}.{leaf}", first, rows))
+            row += rows
+    return parts
 
 
 def bfl_parts(model: ModelConfig) -> Parts:
     """diffusers' tensors, made of the parameters."""
-    return _joined((theirs, ours) for ours, theirs in _pairs(model))
-
-
-def _pairs(model: ModelConfig) -> list[tuple[Part, Part]]:
-    """Equal rows: of a parameter, and of a tensor of diffusers."""
-    pairs = []
-    for name, shape in parameter_table(model).items():
-        module, _, kind = name.rpartition(".")
-        block = "".join(re.findall(r"(?<=blocks\.)\d+", module))
-        names = DIFFUSERS[re.sub(r"(?<=blocks\.)\d+", "*", module)].replace("*", block).split()
-        leaf = kind.replace("scale", "weight")  # of an RMS norm
-        row = 0
-        for number, other in enumerate(names, 1):
-            rows = model.hidden if number < len(names) else shape[0] - row
-            # port: of the head's modulation BFL has shift, scale; diffusers scale, shift
-            first = model.hidden - row if other == "norm_out.linear" else 0
-            pairs.append((Part(name, row, rows), Part(f"{other}.{leaf}", first, rows)))
-            row += rows
-    return pairs
-
-
-def _joined(pairs: Iterable[tuple[Part, Part]]) -> Parts:
     parts: Parts = {}
-    for part, other in sorted(pairs, key=lambda pair: pair[0].first):
-        parts.setdefault(part.name, []).append(other)
+    for name, others in diffusers_parts(model).items():
+        row = 0
+        for other in others:
+            # Only the head's modulation has two parts, and they are exchanged.
+            parts.setdefault(other.name, []).insert(0, Part(name, row, other.rows))
+            row += other.rows
     return parts
 
 
@@ -139,17 +135,6 @@ def diffusers_config(model: ModelConfig) -> dict:
         "patch_size": 1,
         "pooled_projection_dim": model.clip_dim,
     }
-
-
-def require_config(path: Path, want: dict) -> None:
-    """Refuse a config.json of diffusers, where there is one, that states another value. Raises: Refusal.
-
-    Shapes do not show all: a file of other heads or of another scale of latents may fit.
-    """
-    content = read_json(path, "diffusers' config") if path.exists() else {}
-    bad = {key: content[key] for key, value in want.items() if content.get(key, value) != value}
-    if bad:
-        raise Refusal(f"{path} is another model's, it says {bad}; give FLUX.1-schnell's, or the right --config")
 
 
 # Values
@@ -189,18 +174,10 @@ def is_checkpoint(path: Path) -> bool:
     return (path / checkpoint.MANIFEST).is_file()
 
 
-def find(path: Path, step: int | None = None) -> Path:
-    """The checkpoint, file or folder of files that a user means by a path. Raises: Refusal.
-
-    step: the checkpoint of this step of a run. None: the run's newest.
-    """
-    checkpoints = {checkpoint.step_of(folder): folder for folder in checkpoint.list_checkpoints(path)}
-    wanted = max(checkpoints, default=None) if step is None else step
-    if wanted in checkpoints:
-        return checkpoints[wanted]
-    if step is not None:
-        raise Refusal(f"{path} holds no checkpoint of step {step}; it has {', '.join(map(str, checkpoints)) or 'none'}")
-    for place in (path / "transformer", path):  # of a pipeline, as in FLUX.1-schnell's repository
+def find(path: Path) -> Path:
+    """The checkpoint, file or folder of files that a user means by a path: of a run the newest. Raises: Refusal."""
+    newest = checkpoint.list_checkpoints(path)[-1:]
+    for place in (*newest, path / "transformer", path):  # the second: of FLUX.1-schnell's repository
         if place.is_file() or is_checkpoint(place) or any(place.glob("*.safetensors")):
             return place
     raise Refusal(f"{path} does not exist, or holds no checkpoint and no safetensors; {REMEDY}")
@@ -223,8 +200,7 @@ def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Sourc
     Raises: Refusal that lists what is missing, unexpected or misshaped, or says that there is no average.
     """
     own = config_of(path, None)
-    half_life = own.optim.ema if is_checkpoint(path) else 0
-    if averaged and not half_life:
+    if averaged and not own.optim.ema:
         rule = "--ema needs a checkpoint of a run with optim.ema above 0, or leave it out"
         raise Refusal(f"weights {path} hold no average of weights; {rule}")
     if not is_checkpoint(path):
@@ -232,18 +208,21 @@ def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Sourc
     table = parameter_table(model)
     tensors.require_fit(parameter_table(own.model), table, f"checkpoint {path}")
     saved = Checkpoint(path)
+    form = "model.{}"
+    info = saved.info
     if averaged:
-        parts = whole_parts(table, f"optimizer.state.{{}}.{EMA}")
-        return Source(path, saved.read, parts, saved.info | {EMA: half_life})
-    return Source(path, saved.read, whole_parts(table, "model.{}"), saved.info)
+        form = f"optimizer.state.{{}}.{EMA}"
+        info = info | {EMA: own.optim.ema}
+    return Source(path, saved.read, whole_parts(table, form), info)
 
 
 def _of_files(path: Path, model: ModelConfig) -> Source:
-    files, shapes, metadata = headers([path] if path.is_file() else sorted(path.glob("*.safetensors")))
+    paths = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    files, shapes, metadata = headers(paths)
     table = parameter_table(model)
     parts = whole_parts(table)
     if any("transformer_blocks." in name for name in shapes):  # each of diffusers' files has some
-        require_config((path.parent if path.is_file() else path) / "config.json", diffusers_config(model))
+        require_config(paths[0].with_name("config.json"), model)
         table = diffusers_table(model)
         parts = diffusers_parts(model)
     tensors.require_fit(shapes, table, f"weights {path}")
@@ -255,10 +234,21 @@ def _of_files(path: Path, model: ModelConfig) -> Source:
     return Source(path, stored, parts, metadata if metadata.get("trained_by") == TRAINER else {})
 
 
+def require_config(path: Path, model: ModelConfig) -> None:
+    """Refuse a config.json of diffusers, where there is one, that is another model's. Raises: Refusal.
+
+    Shapes do not show all: files of other heads may fit.
+    """
+    content = read_json(path, "diffusers' config") if path.exists() else {}
+    for key, value in diffusers_config(model).items():
+        if content.get(key, value) != value:
+            raise Refusal(f"{path} is another model's, its {key} is {content[key]}; give the right --config")
+
+
 def headers(paths: list[Path]) -> tuple[dict[str, Path], Shapes, dict[str, str]]:
     """The file and the shape of each tensor of safetensors files, and all their metadata.
 
-    Raises: Refusal for a file that is not a whole one or has tensors of another dtype, and for a tensor in two files.
+    Raises: Refusal for a file that is not a whole one or has tensors of another dtype.
     """
     files: dict[str, Path] = {}
     shapes: Shapes = {}
@@ -268,8 +258,6 @@ def headers(paths: list[Path]) -> tuple[dict[str, Path], Shapes, dict[str, str]]
             metadata |= file.metadata() or {}
             for name in file.keys():  # noqa: SIM118
                 part = file.get_slice(name)
-                if name in files:
-                    raise Refusal(f"weights {path}: {name} is in {files[name].name}, too; keep one of them")
                 if (dtype := part.get_dtype()) not in tensors.DTYPES:
                     raise Refusal(f"weights {path}: {name} is {dtype}, want {', '.join(tensors.DTYPES)}")
                 files[name] = path
@@ -287,10 +275,9 @@ def load(net: ShardedFlux, source: Source) -> None:
 
 def load_everywhere(net: ShardedFlux, given: Path, model: ModelConfig) -> None:
     """Fill a sharded net on all ranks from a path that a user gave. Collective. Raises: Refusal."""
-    path = None
     with ranks.agreed():
-        path = find(given)
+        found = str(find(given))
     # A run may still be saving, so ranks may find different checkpoints.
-    path = Path(ranks.gather_objects(str(path))[0])
+    first = ranks.gather_objects(found)[0]
     with ranks.agreed():
-        load(net, open_source(path, model))
+        load(net, open_source(Path(first), model))

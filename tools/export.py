@@ -4,9 +4,9 @@
     python -m tools.export RUN OUT --format=diffusers --dtype=bf16  a folder for diffusers
     python -m tools.export RUN OUT --ema                            the average of the weights (optim.ema)
 
-The source is a run (its newest checkpoint, or --checkpoint=STEP), a checkpoint, a safetensors file in BFL's layout or
-diffusers' transformer folder. --config=FILE gives the sizes of the model. Without it, a run and a checkpoint know the
-sizes; other weights have FLUX.1-schnell's. Host memory holds all that is written: 48 GB for FLUX.1-schnell in fp32.
+The source is a run (its newest checkpoint), a checkpoint, a safetensors file in BFL's layout or diffusers' transformer
+folder. --config=FILE gives the sizes of the model. Without it, a run and a checkpoint know the sizes; other weights
+have FLUX.1-schnell's. Host memory holds all that is written: 48 GB for FLUX.1-schnell in fp32.
 """
 
 import json
@@ -63,10 +63,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--format", choices=("bfl", "diffusers"), default="bfl")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
     parser.add_argument("--ema", action="store_true", help="the average of the weights")
-    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="of a run; default: the newest")
     parser.add_argument("--config", help="a config with the sizes of the model")
     args = parser.parse_args(argv)
-    path = weights.find(args.source, args.checkpoint)
+    path = weights.find(args.source)
     model = weights.config_of(path, args.config).model
     source = weights.open_source(path, model, args.ema)
     export(source, model, args.out, args.format, DTYPES[args.dtype])

@@ -112,16 +112,14 @@ def test_weights_that_do_not_fit_are_refused_and_no_run_is_left(kept, shapes_dir
         assert words in the_line(capsys.readouterr().err) and not (tmp_path / "run").exists()
 
 
-def test_a_step_means_that_checkpoint_of_a_run_and_none_the_newest(tmp_path, kept):
-    run = tmp_path / "run"
+def test_of_a_run_the_newest_whole_checkpoint_is_meant(tmp_path):
+    assert f"{tmp_path} does not exist, or holds no checkpoint and no safetensors; give" in refusal(
+        weights.find, tmp_path
+    )
     for name in ("step_000000002", "step_000000010", ".step_000000011.ab12"):  # the last is a save under way
-        (run / "checkpoints" / name).mkdir(parents=True)
-    assert [weights.find(run, step).name[-2:] for step in (None, 2)] == ["10", "02"]
-    assert refusal(weights.find, run, 11) == f"{run} holds no checkpoint of step 11; it has 2, 10"
-    assert "holds no checkpoint of step 3; it has none" in refusal(weights.find, kept / "pipeline", 3)
-    new = tmp_path / "new"
-    new.mkdir()
-    assert f"{new} does not exist, or holds no checkpoint and no safetensors; give a run" in refusal(weights.find, new)
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "manifest.json").touch()
+    assert weights.find(tmp_path) == tmp_path / "checkpoints" / "step_000000010"
 
 
 def bfl(folder: Path, **changes: Tensor | None) -> Path:
@@ -140,7 +138,6 @@ def diffusers(folder: Path, make, name: str = "part_1.safetensors") -> Path:
 
 
 BIAS = "img_in.bias"
-TWICE = {"proj_out.bias": torch.zeros(64)}
 REFUSED = {  # words of the line -> what makes it in a folder
     "1 missing: img_in.bias; 1 unexpected: x; 1 misshaped: img_in.weight (1,), want (24, 64)": lambda folder: bfl(
         folder, **{BIAS: None, "x": torch.zeros(1), "img_in.weight": torch.zeros(1)}
@@ -148,12 +145,9 @@ REFUSED = {  # words of the line -> what makes it in a folder
     "img_in.bias holds NaN or infinite": lambda folder: bfl(folder, **{BIAS: torch.full((24,), -math.inf)}),
     "img_in.bias is F64, want F32, BF16, F16": lambda folder: bfl(folder, **{BIAS: torch.zeros(24).double()}),
     "part_1.safetensors cannot be read as safetensors: ": lambda folder: diffusers(folder, Path.touch),
-    "proj_out.bias is in part_1.safetensors, too": lambda folder: diffusers(
-        folder, lambda path: [save_file(TWICE, path), save_file(TWICE, path.with_name("x.safetensors"))]
-    ),
     " missing: ": lambda folder: diffusers(folder, lambda path: None),
     "part_1.safetensors is not a regular file": lambda folder: diffusers(folder, os.mkfifo),
-    "another model's, it says {'num_layers': 19}; ": lambda folder: diffusers(
+    "another model's, its num_layers is 19; ": lambda folder: diffusers(
         folder, lambda path: path.write_text('{"num_layers": 19}'), "config.json"
     ),
 }
