@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         sizes = {"train_samples": counts[0], "val_samples": counts[1]}
         if cfg.parallel.compile:
             choose_compiler_folder(cfg, world, stack)
-        start = stack.enter_context(folder.held(cfg, world, sizes))
+        saved = stack.enter_context(folder.held(cfg, world, sizes))
         log = BenchmarkLog()
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log.text)))
         report.introduce(*counts)
@@ -88,9 +88,9 @@ def main(argv: list[str]) -> int:
         log.init_start()
         log.describe(cfg, world.size, *counts)
         alive.mark("building the model")
-        state = initial_state(cfg, world, arithmetic, is_loaded=start.checkpoint is not None)
+        state = initial_state(cfg, world, arithmetic, is_loaded=saved is not None)
         steps = graphs.runner(state, cfg, world)
-        saved_step = checkpoint.step_of(start.checkpoint) if start.checkpoint else None
+        saved_step = checkpoint.step_of(saved) if saved else None
         saver = Saver(cfg, world, state, sizes, report.say, saved_step) if cfg.checkpoint.save else None
         if saver:
             stack.callback(saver.wait)
@@ -98,14 +98,14 @@ def main(argv: list[str]) -> int:
         steps.warm_up()
         alive.mark("capturing the steps")
         steps.capture()
-        if start.checkpoint:
+        if saved:
             alive.mark("loading the checkpoint")
-            load(start.checkpoint, state)
+            load(saved, state)
         # What can be refused has been refused: from here on the run writes into its folder
-        told = folder.begin(cfg, world, start)
+        renamed_run = folder.begin(cfg, world, saved)
         log.write_to(config.run_dir(cfg) / folder.LOG if world.rank == 0 else None)
-        report.settle_in(told)
-        if start.resumes:
+        report.settle_in(renamed_run)
+        if saved:
             report.resume(state.step, state.samples)
             log.disqualify(f"{RESUMED} {state.step}")
 

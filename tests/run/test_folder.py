@@ -30,6 +30,15 @@ def cfg(tmp_path) -> Config:
     return config_file.load(MICRO, own)
 
 
+def put_checkpoints(cfg: Config, place: Path) -> None:
+    """One more than checkpoint.keep: a kill came between a save and the deletion."""
+    for step in (1, 2, 4):
+        saved = checkpoint.folder_of(place) / f"step_{step:09d}"
+        saved.mkdir(parents=True)
+        info = {"step": step, "name": cfg.name, "config": config.flat(cfg)} | COUNTS
+        checkpoint.write_manifest(saved, info, {}, [])
+
+
 def put(cfg: Config, state: str, loss: float | None = 0.5) -> Path:
     """Bring the folder of a config into a state. loss: at the end of a finished run."""
     place = config.run_dir(cfg)
@@ -40,22 +49,18 @@ def put(cfg: Config, state: str, loss: float | None = 0.5) -> Path:
     if state in ("begun", "saved", "finished", "unsaved"):
         (place / "config.toml").write_text(config_file.dump(cfg))
     if state in ("saved", "finished"):
-        for step in (1, 2, 4):  # one more than checkpoint.keep: a kill came between a save and the deletion
-            saved = checkpoint.folder_of(place) / f"step_{step:09d}"
-            saved.mkdir(parents=True)
-            info = {"step": step, "name": cfg.name, "config": config.flat(cfg)} | COUNTS
-            checkpoint.write_manifest(saved, info, {}, [])
+        put_checkpoints(cfg, place)
     if state in ("finished", "unsaved"):
         (place / "outcome.json").write_text(json.dumps({"samples": 48, "val_loss": loss}))
     return place
 
 
 def outcome(cfg: Config, world: World, begins: bool = False, sizes: dict[str, int] = COUNTS) -> str:
-    """What becomes of a start: anew, from nothing, from a checkpoint, or the reason of its refusal."""
+    """What becomes of a start: anew, from a checkpoint, or the reason of its refusal."""
     try:
-        with folder.held(cfg, world, sizes) as start:
-            told = folder.begin(cfg, world, start) if begins else ""
-            way = f"from {start.checkpoint.name}" if start.checkpoint else "from nothing" if start.resumes else "anew"
+        with folder.held(cfg, world, sizes) as saved:
+            told = folder.begin(cfg, world, saved) if begins else ""
+            way = f"from {saved.name}" if saved else "anew"
             return f"{way}; {told}" if told else way
     except Refusal as refusal:
         assert "\n" not in str(refusal)
@@ -65,10 +70,10 @@ def outcome(cfg: Config, world: World, begins: bool = False, sizes: dict[str, in
 OUTCOMES = {
     "absent": "anew",
     "empty": "anew",
-    "begun": "from nothing",
+    "begun": "anew",
     "saved": "from step_000000004",
-    "finished": "holds a finished run; to train longer it needs a checkpoint, train.max_samples above 48",
-    "unsaved": "holds a finished run; to train longer it needs a checkpoint",
+    "finished": "holds a finished run; raise train.max_samples or lower eval.target to train it longer",
+    "unsaved": "holds a finished run; raise",
     "foreign": "holds notes.txt but no run; set run.dir to another folder",
 }
 
@@ -80,8 +85,9 @@ def test_what_becomes_of_a_folder_and_nothing_changes_before_the_run_begins(cfg,
         before = contents(place)
         assert want in outcome(own, world)
         assert contents(place) == before and place.exists() == (state != "absent")
-        if want in ("anew", "from nothing", "from step_000000004"):
-            assert outcome(own, world, begins=True) == want
+        if want in ("anew", "from step_000000004"):
+            aside = f"; the run that was in {place} lies in {place}.1" if state == "begun" else ""
+            assert outcome(own, world, begins=True) == want + aside
             kept = sorted(path.name for path in place.glob("checkpoints/*"))
             assert kept == (["step_000000002", "step_000000004"] if state == "saved" else [])
             assert config.flat(config_file.load(place / "config.toml")) == config.flat(own)
@@ -98,8 +104,9 @@ def test_overwriting_renames_the_old_run_and_loses_nothing(cfg, world, monkeypat
         assert outcome(own, world, begins=True) == f"anew; the run that was in {place} lies in {aside}"
         assert list(contents(place)) == ["config.toml"] and not config_file.load(place / "config.toml").run.overwrite
     assert contents(Path(f"{place}.1")) == before
+    put_checkpoints(cfg, place)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun repeats its command after a failure
-    assert outcome(own, world, begins=True) == "from nothing"
+    assert outcome(own, world, begins=True) == "from step_000000004"
 
 
 def test_two_jobs_never_share_a_folder_whatever_its_name(cfg, world):

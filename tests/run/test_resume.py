@@ -146,7 +146,8 @@ def test_a_run_that_broke_off_ends_like_one_that_did_not(broken_off, whole, shap
         keep_lines(folder / "metrics.jsonl", trained_lines)
         keep_lines(folder / "eval.jsonl", evaluated_lines)
         assert called(folder, shapes_dir) == 0, where
-        assert f"resume  the run in this folder, from step {step} " in capsys.readouterr().out
+        said = f"resume  the run in this folder, from step {step} " if step else f"lies in {folder}.1"
+        assert said in capsys.readouterr().out
         require_equal_runs(folder, whole)
         assert saved_steps(folder) == saved_steps(whole)
         assert json.loads((folder / "outcome.json").read_text())["step"] == 12
