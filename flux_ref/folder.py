@@ -1,8 +1,8 @@
 """Which run a folder holds, who may write into it, and from where a run in it goes on.
 
 Rank 0 does all of this. A run without outcome.json is unfinished; the same command continues it from its last
-checkpoint. Nothing is written before `begin`, so a start that is refused changes nothing. Nothing is deleted: a run that
-does not go on, because it has no checkpoint or by run.overwrite=true, is renamed to NAME.1 (or .2, ...).
+checkpoint. Nothing is written before `begin`, so a start that is refused changes nothing. Nothing is deleted: a run
+that does not go on, because it has no checkpoint or by run.overwrite=true, is renamed to NAME.1 (or .2, ...).
 """
 
 import os
