@@ -28,7 +28,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from flux_ref import checkpoint, config, config_file, errors, ranks, report, sharding, weights
+from flux_ref import checkpoint, config, config_file, errors, ranks, sharding, weights
 from flux_ref.alive import Alive
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
@@ -130,7 +130,7 @@ def evaluate(
         arithmetic.begin(samples // cfg.train.global_batch)  # computes as the run at that time
         if val_set and not options.draw_only:
             result = validation_loss(steps, val_set, samples, at)
-            record |= report.validation_record(result) | {"noise": cfg.eval.noise}
+            record |= vars(result) | {"noise": cfg.eval.noise}
             if cfg.eval.noise == "fresh" and not known:
                 record["note"] = "noise of evaluation 0, as samples are not known; compare with --eval.noise=fixed"
         if artist:

@@ -59,11 +59,11 @@ def main(argv: list[str]) -> int:
         arithmetic.require(config.micro_batch(cfg, world.size))
         with ranks.agreed():
             mode = graphs.mode(cfg, world.device)
-        ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}", "config")
+        ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}")
         alive.mark("opening the data sets")
         train_set, val_set = data_sets(cfg, world)
-        counts = len(train_set.shards), len(val_set.shards)
-        sizes = {"train_samples": counts[0], "val_samples": counts[1]}
+        sizes = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
+        counts = sizes.values()
         if cfg.parallel.compile:
             choose_compiler_folder(cfg, world, stack)
         saved = stack.enter_context(folder.held(cfg, world, sizes))
@@ -88,23 +88,25 @@ def main(argv: list[str]) -> int:
         log.init_start()
         log.describe(cfg, world.size, *counts)
         alive.mark("building the model")
-        state = initial_state(cfg, world, arithmetic, is_loaded=saved is not None)
-        steps = graphs.runner(state, cfg, world)
+        state = initial_state(cfg, world, arithmetic, will_load=saved is not None)
+        runner = graphs.runner(state, cfg, world)
         saved_step = checkpoint.step_of(saved) if saved else None
         saver = Saver(cfg, world, state, sizes, report.say, saved_step) if cfg.checkpoint.save else None
         if saver:
             stack.callback(saver.wait)
         alive.mark("the first step of the warm-up")
-        steps.warm_up()
+        runner.warm_up()
         alive.mark("capturing the steps")
-        steps.capture()
+        runner.capture()
         if saved:
             alive.mark("loading the checkpoint")
             load(saved, state)
         # What can be refused has been refused: from here on the run writes into its folder
         renamed_run = folder.begin(cfg, world, saved)
         log.write_to(config.run_dir(cfg) / folder.LOG if world.rank == 0 else None)
-        report.settle_in(renamed_run)
+        if renamed_run:
+            report.say(f"  {renamed_run}")
+        report.write_environment()
         if saved:
             report.resume(state.step, state.samples)
             log.disqualify(f"{RESUMED} {state.step}")
@@ -113,47 +115,45 @@ def main(argv: list[str]) -> int:
         reached = False
         log.run_start()  # spec: the first byte of training and validation data is read after this
         try:
-            ranks.gather_objects(None)  # rank 0 has the clock; no rank reads before it has started
+            ranks.barrier()  # rank 0 has the clock; no rank reads before it has started
             with ranks.agreed():
                 train_set.open()
                 val_set.open()
             feed = stack.enter_context(contextlib.closing(train_set.feed(state.samples)))
-            steps.health.restart(state.step)
-            report.begin(state.samples, counts[1], steps.warm_s)
+            runner.health.restart(state.step)
+            report.begin(state.samples, sizes["val_samples"], runner.warm_s)
             while True:
                 if preset := arithmetic.switched(state.step):
                     report.say(f"samples {state.samples:>10,}  precision switches to {preset}")
                 if gallery and schedule.due(state.samples, cfg.sample.every_samples, batch):
-                    if shortage := steps.shortage():
+                    if shortage := runner.shortage():
                         report.say(f"samples {state.samples:>10,}  no pictures: {shortage}")
                     else:
-                        gallery.draw(state, alive.at)  # a run that breaks off in a drawing repeats it
+                        gallery.draw(state, alive.stop_point)  # a run that breaks off in a drawing repeats it
                 if schedule.evaluates(state.samples, cfg):
                     begin = time.perf_counter()
                     log.eval_start(state.samples)
-                    result = validation_loss(steps, val_set, state.samples, alive.at)
-                    log.eval_stop(state.samples, result.loss)
+                    result = validation_loss(runner, val_set, state.samples, alive.stop_point)
+                    log.eval_stop(state.samples, result.val_loss)
                     report.evaluation(state.samples, result, time.perf_counter() - begin)
                     if warning := convergence.warning(cfg, report.val_curve):
                         report.say(warning)
-                    reached = result.loss <= cfg.eval.target
+                    reached = result.val_loss <= cfg.eval.target
                 if reached or state.samples >= cfg.train.max_samples:
                     break
                 log.block_start(state.samples)
-                train_loss, grad_norm = steps.train_on(feed)
-                report.tick()
+                runner.train_on(feed)
+                report.bar.update(batch)
                 if schedule.logs(state.samples, cfg):
-                    report.step(state, train_loss, grad_norm, steps.health, steps.data_wait_s)
+                    report.step(runner)
                 if saver and schedule.due(state.samples, cfg.checkpoint.every_samples, batch):
-                    report.require_healthy(steps.health)
+                    report.require_healthy(runner.health)
                     saver.save(state)  # before the evaluation: a run that breaks off in an evaluation repeats it
-                alive.at(f"the end of step {state.step}")
-            report.settle()
+                alive.stop_point(f"the end of step {state.step}")  # raises Interrupted after a signal, on all ranks
         except BaseException as error:
             try:
-                report.settle()
                 if isinstance(error, Interrupted):
-                    report.require_healthy(steps.health)
+                    report.require_healthy(runner.health)
                     save_and_wait(saver, state)
                     rest = "the same command goes on from there" if saver else "checkpoint.save=false saves nothing"
                     report.say(f"{error} after step {state.step}; {rest}")
@@ -166,7 +166,7 @@ def main(argv: list[str]) -> int:
         # The end: the last checkpoint, and pictures, which need the memory of the graphs
         save_and_wait(saver, state)
         alive.let_go()
-        steps.close()
+        runner.close()
         if gallery:
             gallery.draw(state, alive.mark)
         report.conclude(state, reached, log.flaw)
@@ -175,7 +175,7 @@ def main(argv: list[str]) -> int:
 
 
 def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
-    """Both data sets, still closed. Makes the drawings of data.kind=shapes on first use. Collective."""
+    """Both data sets, not opened yet. Makes the drawings of data.kind=shapes on first use. Collective."""
     with ranks.agreed():
         if cfg.data.kind == "shapes" and world.rank == 0:
             toy.ensure(cfg)
@@ -183,14 +183,14 @@ def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
         return TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)
 
 
-def initial_state(cfg: Config, world: World, arithmetic: Arithmetic, is_loaded: bool) -> State:
-    """A state with the weights of the seed or of init.weights. is_loaded: those of a checkpoint come later.
+def initial_state(cfg: Config, world: World, arithmetic: Arithmetic, will_load: bool) -> State:
+    """A state with the weights of the seed or of init.weights.
 
-    The warm-up then takes the weights of no seed: any that are finite serve.
+    will_load: a checkpoint overwrites these weights later; until then any finite ones do.
     """
-    seed = None if is_loaded or cfg.init.weights else cfg.train.seed
+    seed = None if will_load or cfg.init.weights else cfg.train.seed
     state = State(sharding.build(cfg, world, seed, arithmetic), cfg, world)
-    if is_loaded:
+    if will_load:
         sharding.fill_for_warm_up(state.net)
     elif cfg.init.weights:
         weights.load_everywhere(state.net, Path(cfg.init.weights), cfg.model)

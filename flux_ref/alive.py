@@ -24,17 +24,16 @@ from flux_ref.tensors import Moved
 
 # They save a checkpoint and end the run: torchrun, Slurm ahead of a time limit, a closed terminal, Ctrl-\.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
-ONE_PRESS_S = 0.5  # some launchers pass on a Ctrl-C that the terminal has sent to their children, too
 NOTICE = b"\nCtrl-C: the run ends after one more step; a second Ctrl-C ends it at once\n"
-HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
-OWN = (f"{HOME}train.py", f"{HOME}eval.py", f"{HOME}flux_ref/")
+PACKAGE = os.path.dirname(os.path.abspath(__file__))
+TICK_S = 1.0
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it
 
 
 class Alive:
     """Ends this rank if it makes no progress for limit_s seconds (0: never), or if torchrun has died.
 
-    From the first `at` on it also acts on signals. Before it there is nothing to save.
+    From the first `stop_point` on it also acts on signals. Before it there is nothing to save.
     """
 
     def __init__(self, name: str, limit_s: float):
@@ -46,7 +45,6 @@ class Alive:
         self.launcher = os.getppid() if LAUNCHED in os.environ else None
         self.closed = threading.Event()
         self.signal = 0
-        self.pressed_s = 0.0
         self.group: dist.ProcessGroup | None = None
         self.largest = torch.zeros(1, dtype=torch.int64)  # of the signals of all ranks
         self.sent: dist.Work | None = None
@@ -66,14 +64,13 @@ class Alive:
         self.marks += 1
 
     def _run(self) -> None:
-        period = min(1.0, self.limit_s / 20 or 1.0)
         idle_s = 0.0
         now = time.monotonic()
         seen = (0, 0)
-        while not self.closed.wait(period):
+        while not self.closed.wait(TICK_S):
             before = now
             now = time.monotonic()
-            idle_s += min(now - before, 2 * period)  # this thread was late by more: the process was stopped
+            idle_s += min(now - before, 2 * TICK_S)  # this thread was late by more: the process was stopped
             if seen != (self.marks, Moved.total):
                 seen = (self.marks, Moved.total)
                 idle_s = 0.0
@@ -85,13 +82,11 @@ class Alive:
     def stuck(self) -> str:
         """Where this rank stands, in words."""
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
-        own = [
-            f"{frame.filename.removeprefix(HOME)}:{frame.lineno}" for frame in stack if frame.filename.startswith(OWN)
-        ]
-        line = own[-1] if own else "an unknown line"
+        lines = [f"{frame.filename}:{frame.lineno}" for frame in stack if frame.filename.startswith(PACKAGE)]
+        here = lines[-1] if lines else "a line of the script"
         return (
-            f"no progress for {self.limit_s:g} s since {self.place}, now at {line}; this rank, another one, the network"
-            " or a device hangs. If torch still compiles, a greater run.hang_s gives it more time"
+            f"no progress for {self.limit_s:g} s since {self.place}, now at {here}; this rank, another one,"
+            " the network or a device hangs. If torch still compiles, set a greater run.hang_s"
         )
 
     def _end(self, reason: str) -> None:
@@ -103,15 +98,13 @@ class Alive:
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.signal != signal.SIGINT:
             self.signal = number
-            self.pressed_s = time.monotonic()
             if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # the same Ctrl-C has ended `tee`
                     os.write(2, NOTICE)  # print() might interrupt itself
-        elif number == signal.SIGTERM or (number == signal.SIGINT and LAUNCHED not in os.environ):
-            if time.monotonic() - self.pressed_s > ONE_PRESS_S:
-                os._exit(128 + signal.SIGINT)  # torchrun repeats the first Ctrl-C, and makes SIGTERM of a second one
+        elif number == (signal.SIGTERM if LAUNCHED in os.environ else signal.SIGINT):
+            os._exit(128 + signal.SIGINT)  # torchrun repeats the first Ctrl-C, and makes SIGTERM of a second one
 
-    def at(self, place: str) -> None:
+    def stop_point(self, place: str) -> None:
         """Note the place of this rank after each step and each validation batch. Collective.
 
         The ranks exchange their signals at one call and read the result at the next call, so that no rank waits.

@@ -2,7 +2,10 @@
 
 import os
 import platform
+import re
 import resource
+import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,10 +27,9 @@ def device_name(device: torch.device) -> str:
 
 def environment(world: World) -> dict[str, object]:
     """What a run runs on, as environment.json has it."""
-    nodes = list(dict.fromkeys(world.nodes))
     return {
         "ranks": world.size,
-        "nodes": [node.partition("#")[0] for node in nodes],
+        "nodes": sorted(set(world.nodes)),
         "device": device_name(world.device),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -41,14 +43,13 @@ def commit(folder: Path = Path(__file__).parent) -> str:
     Nothing is written: `git describe --dirty` would lock and rewrite the index.
     """
     git = ["git", "--no-optional-locks", "-C", str(folder)]
-    git += ["status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        told = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        told = subprocess.run([*git, "status", "--porcelain=v2", "--branch", "-uno"], capture_output=True).stdout
+    except OSError:  # there is no git
         return ""
-    head = told[0].removeprefix("# branch.oid ")
-    is_changed = any(not line.startswith("#") for line in told)
-    return "" if head == "(initial)" else f"{head[:12]}{'+' if is_changed else ''}"
+    head = re.search(rb"^# branch.oid (\w{12})", told)
+    is_changed = re.search(rb"^[^#]", told, re.MULTILINE)
+    return head[1].decode() + ("+" if is_changed else "") if head else ""
 
 
 def peak_memory_gb(device: torch.device) -> float:
@@ -65,13 +66,11 @@ def choose_compiler_folder(cfg: Config, world: World, stack: ExitStack) -> None:
     The own folder is removed when the stack ends; TORCHINDUCTOR_CACHE_DIR=DIR keeps the code in DIR for later starts.
     Call this before a net is built: torch then imports its compiler, which looks for the folder.
     """
-    leader = world.nodes.index(world.nodes[world.rank])  # the first rank of this node
-    own = ""
+    token = ranks.gather_objects(secrets.token_hex(8))[0]  # nobody can have made a folder of this name
+    own = f"{tempfile.gettempdir()}/flux_ref_compiled_{token}"
+    stack.callback(shutil.rmtree, own, ignore_errors=True)
     with ranks.agreed():
-        if world.rank == leader:
-            folder = tempfile.TemporaryDirectory(prefix="flux_ref_compiled_", ignore_cleanup_errors=True)
-            own = stack.enter_context(folder)  # its mode is 0700
-    own = ranks.gather_objects(own)[leader]
+        os.makedirs(own, mode=0o700, exist_ok=True)
     kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or own
     # torch finds a graph again by the code of the net, which does not tell the kernel of attention.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{kept}/{attention_kernel(cfg, world.device).replace(' ', '_')}"

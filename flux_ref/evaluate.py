@@ -18,13 +18,12 @@ from flux_ref.step_runner import Validator
 
 @dataclass(frozen=True)
 class Validation:
-    """The result of one evaluation."""
+    """The result of one evaluation, as a record has it."""
 
-    loss: float  # mean of the means per timestep
-    stderr: float  # standard error of `loss`, over samples and noise; NaN if a timestep has one sample
-    losses: list[float]  # per timestep, the mean over its samples
-    stderrs: list[float]  # per timestep, the standard error of the mean
+    val_loss: float  # mean of the means per timestep
+    val_loss_per_timestep: list[float]
     count: int  # samples
+    stderr: float | None  # standard error of `val_loss`, over samples and noise; None if a timestep has one sample
 
 
 def validation_loss(
@@ -53,7 +52,7 @@ def validation_loss(
 
 
 def summarise(sums: list[list[float]], samples: int) -> Validation:
-    """Means and standard errors from per-timestep counts, sums and sums of squares over all ranks.
+    """Means and their standard error from per-timestep counts, sums and sums of squares over all ranks.
 
     sums: (3, TIMESTEPS). samples: training samples so far, for the message.
     Raises: Fault for a timestep without samples, or for a loss that is not finite.
@@ -68,11 +67,11 @@ def summarise(sums: list[list[float]], samples: int) -> Validation:
             )
         losses.append(total / count)
         spread = max(0.0, squares / count - losses[-1] ** 2)
-        variances.append(spread / (count - 1) if count > 1 else math.nan)  # one sample tells no error
+        if count > 1:  # one sample tells no error
+            variances.append(spread / (count - 1))
     # spec: the mean over timesteps, each counted once however many samples it has.
     loss = sum(losses) / len(losses)
     if not math.isfinite(loss):
         raise Fault(f"validation loss is not finite after {samples} training samples")
-    stderr = sum(variances) ** 0.5 / len(variances)
-    stderrs = [variance**0.5 for variance in variances]
-    return Validation(loss, stderr, losses, stderrs, count=round(sum(sums[0])))
+    stderr = sum(variances) ** 0.5 / timesteps if len(variances) == timesteps else None
+    return Validation(loss, losses, round(sum(sums[0])), stderr)

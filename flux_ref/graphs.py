@@ -147,7 +147,7 @@ class CapturedRunner(StepRunner):
         self.sharded()
         gc.collect()  # what dies during a capture would be freed into it
         torch.accelerator.synchronize()
-        ranks.gather_objects(None)  # no rank's collectives run into another's capture
+        ranks.barrier()  # no rank's collectives run into another's capture
         return self.recorder.capture(work)
 
     def shortage(self) -> str:
@@ -166,7 +166,7 @@ class CapturedRunner(StepRunner):
         for graph in self.graphs.values():
             graph.reset()
         self.graphs.clear()
-        ranks.gather_objects(None)
+        ranks.barrier()
 
 
 # The proof: a graph that had kept weights, gradients or a batch of its capture would not see what changes after it.

@@ -10,7 +10,6 @@ import os
 import resource
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,8 +29,7 @@ DRIVERS = {"/dev/nvidiactl": torch.version.cuda, "/dev/kfd": torch.version.hip}
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 HIDING = ("", "-1", "NoDevFiles")  # values of these that hide all GPUs; Slurm sets the last
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-MOST_THREADS = 4  # of a rank alone on a CPU; tiny's products are small
+MOST_THREADS = 4  # of a rank that is alone; tiny's products are small
 PATIENCE = timedelta(days=30)  # of a collective: its clock goes on in a pause. alive.Alive ends what hangs
 
 
@@ -59,7 +57,7 @@ class World:
 def start(cfg: ParallelConfig, few_threads: bool = True) -> World:
     """Join the process group that torchrun describes. Without torchrun the world is this process alone.
 
-    few_threads: compute in as many CPU threads as `threads` says; False: in torch's own number of them.
+    few_threads: False computes in torch's own number of CPU threads. numerics: sums of several threads round otherwise.
     Raises: Refusal when the group cannot be formed.
     """
     is_alone = "RANK" not in os.environ
@@ -72,16 +70,16 @@ def start(cfg: ParallelConfig, few_threads: bool = True) -> World:
     with suppress(ValueError):  # macOS has limits of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Gloo opens two files for each rank; 1024 is usual
     if few_threads and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads(size, device))
+        torch.set_num_threads(1 if size > 1 else min(MOST_THREADS, torch.get_num_threads()))
     try:
         join(device, dist.HashStore() if is_alone else _fresh_store(rank, size), rank, size)
     except (RuntimeError, ValueError) as error:
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}"
-        raise Refusal(f"cannot form the process group at {place}; is the port in use?") from None
+        reason = str(error).partition("\n")[0]
+        raise Refusal(f"cannot form the process group: {reason}; is MASTER_PORT in use?") from None
     # torchrun numbers its nodes; names can be the same on all, in containers.
     nodes = gather_objects(f"{os.uname().nodename}#{os.environ.get('GROUP_RANK', 0)}")
     mesh = make_mesh(device.type, size, replica_count(cfg.replicate, nodes))
-    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch before 2.14
     for group in mesh.get_all_groups():  # they would have the backend's own limit
         set_timeout(PATIENCE, group)
     return World(rank, size, device, mesh, nodes)
@@ -93,26 +91,9 @@ def join(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     # NCCL's monitor would take a pause for a hang, as its clock goes on. alive.Alive tells one from the other.
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    if is_expandable():  # github.com/pytorch/pytorch issue 158029: registered graph buffers get wrong addresses
-        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    # With expandable segments, graph buffers that NCCL registers get wrong addresses: github.com/pytorch/pytorch 158029
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=PATIENCE)
-
-
-def is_expandable() -> bool:
-    """Whether the allocator uses expandable segments."""
-    settings = ",".join(os.environ.get(name, "") for name in ALLOCATOR).replace(" ", "").lower()
-    return "expandable_segments:true" in settings
-
-
-def threads(size: int, device: torch.device) -> int:
-    """CPU threads of a rank. numerics: sums of several threads round otherwise than those of one.
-
-    A rank that is alone on a CPU takes up to MOST_THREADS cores. Several ranks of a node take one thread each, as
-    torchrun asks them to.
-    """
-    if size > 1 or device.type != "cpu":
-        return 1
-    return min(MOST_THREADS, torch.get_num_threads())
 
 
 def replica_count(wanted: int, nodes: list[str]) -> int:
@@ -124,14 +105,13 @@ def replica_count(wanted: int, nodes: list[str]) -> int:
         if len(nodes) % wanted:
             raise Refusal(f"parallel.replicate={wanted} does not divide the {len(nodes)} ranks")
         return wanted
-    counts = Counter(nodes)
-    if nodes != [node for node in counts for _ in range(len(nodes) // len(counts))]:
-        text = ", ".join(f"{count} on {node}" for node, count in counts.items())
+    names = dict.fromkeys(nodes)
+    if nodes != [node for node in names for _ in range(len(nodes) // len(names))]:
         raise Refusal(
-            f"a replica per node needs equally many ranks on each, numbered node by node; here are {text};"
-            " start with torchrun, or set parallel.replicate=1"
+            "a replica per node needs equally many ranks on each, numbered node by node; start with torchrun, or set"
+            " parallel.replicate=1"
         )
-    return len(counts)
+    return len(names)
 
 
 def make_mesh(kind: str, size: int, replicate: int) -> DeviceMesh:
@@ -190,11 +170,6 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def is_apart() -> bool:
-    """Whether this process has not joined the group yet."""
-    return not dist.is_initialized()
-
-
 @contextmanager
 def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """What any rank refuses in this block is refused on all ranks, with the first rank's reason. Collective.
@@ -236,33 +211,25 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
     return [json.loads(bytes(part.cpu().numpy())) for part in parts]
 
 
-def require_same(text: str, what: str) -> None:
-    """Refuse to go on if a text, such as the config, differs between ranks."""
-    first, *others = (other.splitlines() for other in gather_objects(text))
-    for rank, lines in enumerate(others, 1):
-        for line, other in zip(first, lines):
+def barrier() -> None:
+    """Wait for all ranks."""
+    gather_objects(None)
+
+
+def require_same(config: str) -> None:
+    """Refuse to go on if a rank has another config."""
+    texts = gather_objects(config)
+    for rank, text in enumerate(texts):
+        for line, other in zip(texts[0].splitlines(), text.splitlines()):
             if line != other:
-                raise Refusal(f"{what} differs between ranks: rank 0 has {line}, rank {rank} has {other}")
+                raise Refusal(f"config differs between ranks: rank 0 has {line}, rank {rank} has {other}")
 
 
-def gather(tensor: Tensor) -> list[list[float]]:
+def gather(tensor: Tensor) -> list:
     """The tensor of every rank, on the host. Collective. sync: the host waits for the device."""
-    return gather_later(tensor)()
-
-
-def gather_later(tensor: Tensor) -> Callable[[], list[list[float]]]:
-    """Begin `gather`. Returns a function that ends it: it waits for this tensor, but not for later device work."""
     parts = tensor.new_empty(dist.get_world_size(), *tensor.shape)
     dist.all_gather(list(parts), tensor)
-    host = torch.empty(parts.shape, dtype=parts.dtype, pin_memory=tensor.device.type != "cpu")
-    host.copy_(parts, non_blocking=True)
-    wait = end_of_copies(tensor.device)
-
-    def read() -> list[list[float]]:
-        wait()
-        return host.tolist()
-
-    return read
+    return parts.tolist()
 
 
 def host_group(name: str) -> dist.ProcessGroup:

@@ -1,12 +1,10 @@
 """What a run writes into its folder and shows on the terminal while it trains. Only rank 0 writes."""
 
 import json
-import math
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,24 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 from tqdm import tqdm
 
 from flux_ref import config, folder, graphs, loss_chart, ranks, schedule
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.attention import attention_kernel
 from flux_ref.config import Config
-from flux_ref.data import rank_slice
 from flux_ref.environment import device_name, environment, peak_memory_gb
 from flux_ref.errors import Fault, Refusal, printable
 from flux_ref.evaluate import Validation
 from flux_ref.files import append, records, write_records, write_whole
 from flux_ref.model import parameter_table
-from flux_ref.optim import bytes_per_parameter
 from flux_ref.progress import forecast, progress
 from flux_ref.ranks import World
 from flux_ref.step import NEVER, Health
-from flux_ref.step_runner import State
+from flux_ref.step_runner import State, StepRunner
 
 
 class Reporter:
@@ -48,7 +43,6 @@ class Reporter:
         self.val_curve: list[tuple[int, float]] = []
         self.bar = tqdm(disable=True)  # until training begins
         self.board: Any = None  # torch's SummaryWriter, where the package tensorboard is installed
-        self.pending: Callable[[], None] | None = None  # writes the record of a step whose values are on their way
 
     def say(self, line: str) -> None:
         """One line on the terminal and in the result file."""
@@ -75,8 +69,6 @@ class Reporter:
         compute, *sides = arithmetic_of(cfg).describe(micro, world.device)
         weights = cfg.init.weights or f"drawn from train.seed={cfg.train.seed}"
         validation = f"{val_count:,} in {cfg.data.val}" if cfg.data.val else "none"
-        megabytes = bytes_per_parameter(cfg.optim) * 1e-6 * parameters
-        size = f" (a checkpoint: {megabytes:,.0f} MB)" if cfg.checkpoint.save else ""
         lines = (
             f"flux_ref {cfg.name}: FLUX.1 of {parameters:,} parameters",
             f"  ranks   {world.size} x {device_name(world.device)} (replicas x shards: {world.replicas} x"
@@ -86,15 +78,13 @@ class Reporter:
             f"  batch   {cfg.train.global_batch}: ranks x samples x micro-batches: {world.size} x {micro} x {parts}",
             f"  weights {weights}",
             f"  data    {train_count:,} samples in {cfg.data.train}; validation: {validation}",
-            f"  run     {self.folder}{size}",
+            f"  run     {self.folder}",
             *sides,
         )
         self.say("\n".join(lines))
 
-    def settle_in(self, told: str) -> None:
-        """Write environment.json into the folder, which is there now. told: what became of an older run."""
-        if told:
-            self.say(f"  {told}")
+    def write_environment(self) -> None:
+        """Write environment.json into the folder, which is there now."""
         if self.speaks:
             write_whole(self.folder / folder.ENVIRONMENT, json.dumps(environment(self.world), indent=2) + "\n")
 
@@ -131,76 +121,51 @@ class Reporter:
         self.since_samples = samples
         self.since_wait_s = 0.0
 
-    def tick(self) -> None:
-        """A step is launched: settle the report of the step before it, and move the bar."""
-        self.settle()
-        self.bar.update(self.cfg.train.global_batch)
+    def step(self, runner: StepRunner) -> None:
+        """Record the step that was just trained. Collective.
 
-    def step(self, state: State, loss: Tensor, grad_norm: Tensor, health: Health, wait_s: float) -> None:
-        """Report one training step. Collective. `settle` reads its values after the next launch, so the device goes on.
-
-        Before an evaluation, and on the CPU, `settle` reads them at once. wait_s: seconds that the device has waited
-        for data since training began. Raises: Fault, as `settle` does.
+        sync: the host waits for the device, and so the device for the next launch: at logged steps only.
+        Raises: Fault, as `require_healthy` does.
         """
-        values = torch.cat((health.first_bad, torch.stack((loss, grad_norm, state.opt.lr)).double()))
-        read = ranks.gather_later(values)
-        self.pending = partial(self._record, read, state.step, state.samples, wait_s)
-        if self.world.device.type == "cpu" or schedule.evaluates(state.samples, self.cfg):
-            self.settle()
-
-    def settle(self) -> None:
-        """Write the record of the last logged step, unless it is written. Not collective.
-
-        sync: the training loop reads the device here, for evaluations and for checkpoints, not in the steps between.
-
-        Raises: Fault, on every rank, if training is not healthy.
-        """
-        if write := self.pending:
-            self.pending = None
-            write()
-
-    def _record(self, read: Callable[[], list], step: int, samples: int, wait_s: float) -> None:
-        """Write the record of a logged step. read: waits for its values, those of `step` of every rank."""
-        bad_losses, bad_norms, losses, grad_norms, rates = zip(*read())
-        require_finite([*zip(bad_losses, bad_norms)], self.cfg)
+        self.require_healthy(runner.health)
+        losses = ranks.gather(runner.loss)
+        state = runner.state
         now_s = time.perf_counter()
+        seconds = now_s - self.since_s
         figures = {
             "loss": sum(losses) / len(losses),
-            "grad_norm": grad_norms[0],
-            "lr": rates[0],
-            "samples_per_s": (samples - self.since_samples) / (now_s - self.since_s),
-            "data_wait": (wait_s - self.since_wait_s) / (now_s - self.since_s),  # share of the time
+            "grad_norm": runner.grad_norm.item(),
+            "lr": state.opt.lr.item(),
+            "samples_per_s": (state.samples - self.since_samples) / seconds,
+            "data_wait": (runner.data_wait_s - self.since_wait_s) / seconds,  # share of the time
             "peak_memory_gb": peak_memory_gb(self.world.device),
         }
-        self._append("metrics.jsonl", {"step": step, "samples": samples} | figures)
-        self._show({f"train/{name}": value for name, value in figures.items()}, samples)
-        self.train_curve.append((samples, figures["loss"]))
+        shown = {f"train/{name}": value for name, value in figures.items()}
+        self._record("metrics.jsonl", {"step": state.step, "samples": state.samples} | figures, shown)
+        self.train_curve.append((state.samples, figures["loss"]))
         self.bar.set_postfix_str(f"loss {figures['loss']:.4f}", refresh=False)
         self.since_s = now_s
-        self.since_samples = samples
-        self.since_wait_s = wait_s
+        self.since_samples = state.samples
+        self.since_wait_s = runner.data_wait_s
 
     def require_healthy(self, health: Health) -> None:
         """Raises: Fault, on every rank, if a loss or a norm since the run began was not finite. Collective.
 
         sync: the host waits for the device.
         """
-        self.settle()
-        require_finite(ranks.gather(health.first_bad), self.cfg)
+        require_finite(ranks.gather(health.first_bad))
 
     def evaluation(self, samples: int, result: Validation, seconds: float) -> None:
         """Record and print the result of an evaluation that took so many seconds."""
-        begin = time.perf_counter()
-        self._append("eval.jsonl", {"samples": samples} | validation_record(result) | {"seconds": seconds})
-        by_time = {f"validation by t/t={k}_{schedule.TIMESTEPS}": loss for k, loss in enumerate(result.losses)}
-        self._show({"validation/loss": result.loss} | by_time, samples)
-        self.val_curve.append((samples, result.loss))
+        shown = {f"validation by t/t={k}_8": loss for k, loss in enumerate(result.val_loss_per_timestep)}
+        shown["validation/loss"] = result.val_loss
+        self._record("eval.jsonl", {"samples": samples} | vars(result) | {"seconds": seconds}, shown)
+        self.val_curve.append((samples, result.val_loss))
         target = f", target {self.cfg.eval.target:g}" if self.cfg.eval.target else ""
-        error = f" +- {result.stderr:.4f}" if math.isfinite(result.stderr) else ""  # NaN: one sample of a timestep
-        loss = f"validation loss {result.loss:.4f}{error} over {result.count:,} samples"
+        loss = f"validation loss {result.val_loss:.4f} over {result.count:,} samples"
         self.say(f"samples {samples:>10,}  {loss} in {seconds:.1f} s{target}")
         self._chart()
-        self.pause(seconds + time.perf_counter() - begin)
+        self.since_s = time.perf_counter()  # the step before an evaluation is always logged
 
     def picture(self, path: Path, samples: int) -> None:
         """A sheet of pictures was drawn."""
@@ -208,12 +173,13 @@ class Reporter:
             with Image.open(path) as sheet:
                 self.board.add_image("pictures", np.asarray(sheet.convert("RGB")), samples, dataformats="HWC")
 
-    def _show(self, figures: dict[str, float], samples: int) -> None:
-        """Figures for TensorBoard."""
+    def _record(self, name: str, record: dict, shown: dict[str, float]) -> None:
+        """Append a record to a file, and show figures in TensorBoard."""
+        if self.speaks:
+            append(self.folder / name, json.dumps(record) + "\n", on_disk=True)  # before any later checkpoint
         if self.board:
-            with self.spare("TensorBoard's curves"):
-                for name, value in figures.items():
-                    self.board.add_scalar(name, value, samples)
+            for figure, value in shown.items():
+                self.board.add_scalar(figure, value, record["samples"])
 
     def _chart(self) -> None:
         with self.spare("loss.png"):
@@ -221,7 +187,7 @@ class Reporter:
                 loss_chart.chart(self.train_curve, self.val_curve, self.cfg.eval.target, self.folder / "loss.png")
 
     def pause(self, seconds: float) -> None:
-        """Leave the seconds of an evaluation or of pictures out of the rate of training."""
+        """Leave the seconds of pictures out of the rate of training."""
         self.since_s += seconds
 
     def conclude(self, state: State, reached: bool, flaw: str) -> None:
@@ -231,21 +197,14 @@ class Reporter:
         """
         outcome = folder.REACHED if reached else folder.ENDED
         self._chart()
-        lines = [outcome, f"  losses    {self.folder}/loss.png"]
-        if self.cfg.sample.count:
-            lines.append(f"  pictures  {self.folder}/samples")
+        self.say(f"{outcome}; losses and pictures lie in {self.folder}")
         if self.cfg.checkpoint.save:
             options = "" if self.cfg.data.val else " --draw-only --prompt TEXT"
-            lines.append(f"  weights   {shlex.join(('python', 'eval.py', str(self.folder)))}{options}")
-        self.say("\n".join(lines))
+            self.say(f"  weights   python eval.py {shlex.quote(str(self.folder))}{options}")
         if self.speaks:
             record = {"outcome": outcome, "step": state.step, "samples": state.samples}
             record |= {"val_loss": self.val_curve[-1][1] if self.val_curve else None, "not_a_timed_result": flaw}
             write_whole(self.folder / folder.OUTCOME, json.dumps(record) + "\n")
-
-    def _append(self, name: str, record: dict) -> None:
-        if self.speaks:
-            append(self.folder / name, json.dumps(record) + "\n", on_disk=True)  # before any later checkpoint
 
     def close(self) -> None:
         self.bar.close()
@@ -254,30 +213,15 @@ class Reporter:
                 self.board.close()
 
 
-def require_finite(first_bad: Sequence[Sequence[float]], cfg: Config) -> None:
+def require_finite(first_bad: list[tuple[float, float]]) -> None:
     """Raises: Fault that says what went first. first_bad: of each rank, the values of Health.first_bad."""
-    bad = [(int(step), rank) for rank, (step, _) in enumerate(first_bad) if step != NEVER]
+    bad = [(step, rank) for rank, (step, _) in enumerate(first_bad) if step != NEVER]
     norm_step = first_bad[0][1]
     if bad and (norm_step == NEVER or min(bad)[0] <= norm_step):
         step, rank = min(bad)
-        where = rank_slice(cfg, step, rank, len(first_bad))
-        raise Fault(
-            f"loss is not finite in step {step + 1} on rank {rank}'s data"
-            f" (positions {where.start} to {where.stop - 1} of the run); lower optim.lr or inspect the data"
-        )
+        remedy = "lower optim.lr or inspect the data"
+        raise Fault(f"loss is not finite in step {step + 1:.0f} on rank {rank}'s data; {remedy}")
     if norm_step != NEVER:
         raise Fault(
             f"gradient norm is not finite in step {norm_step + 1:.0f} though every rank's loss was; lower optim.lr"
         )
-
-
-def validation_record(result: Validation) -> dict:
-    """An evaluation as a record of eval.jsonl. JSON has no NaN, the error of a timestep with one sample."""
-    errors = [error if math.isfinite(error) else None for error in (result.stderr, *result.stderrs)]
-    return {
-        "val_loss": result.loss,
-        "val_loss_per_timestep": result.losses,
-        "count": result.count,
-        "stderr": errors[0],
-        "stderr_per_timestep": errors[1:],
-    }

@@ -195,7 +195,7 @@ def test_a_fault_does_not_cost_the_checkpoint_that_is_being_saved(trains, tmp_pa
 
     write = checkpoint.write_rank
     monkeypatch.setattr(checkpoint, "write_rank", lambda *args: threading.Event().wait(0.5) or write(*args))
-    monkeypatch.setattr(Alive, "at", fail)
+    monkeypatch.setattr(Alive, "stop_point", fail)
     assert trains(tmp_path / "run", "--checkpoint.every_samples=12")[::2] == (3, "broken")
     (path,) = checkpoint.folder_of(tmp_path / "run").iterdir()
     assert tensors_of(path)

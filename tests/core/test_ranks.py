@@ -31,7 +31,7 @@ def test_one_copy_per_node_unless_asked_otherwise():
         assert replica_count(wanted, nodes) == count
     for nodes, wanted, words in (
         (on(8), 3, "parallel.replicate=3 does not divide the 8 ranks"),
-        (on(8, 4), 0, "here are 8 on n0, 4 on n1"),
+        (on(8, 4), 0, "equally many ranks on each"),
         (["a", "b", "a", "b"], 0, "numbered node by node"),
     ):
         assert words in refusal(replica_count, wanted, nodes)
@@ -59,14 +59,19 @@ def test_a_gpu_that_torch_cannot_use_is_no_cpu(monkeypatch, tmp_path):
             ranks.stop()
 
 
-def test_torchs_first_program_for_nccl_is_taken_unless_the_user_asks(monkeypatch):
-    for given in (None, "1"):
-        monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
-        if given:
-            monkeypatch.setenv("TORCH_DIST_USE_NCCL2", given)
+def test_a_rank_has_few_threads_and_torchs_first_program_for_nccl_unless_the_user_asks(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    taken = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    for program, threads in ((None, None), ("1", "9")):
+        for name, value in (("TORCH_DIST_USE_NCCL2", program), ("OMP_NUM_THREADS", threads)):
+            monkeypatch.delenv(name, raising=False)
+            if value:
+                monkeypatch.setenv(name, value)
         ranks.start(ParallelConfig())
         ranks.stop()
-        assert os.environ["TORCH_DIST_USE_NCCL2"] == (given or "0")
+        assert os.environ["TORCH_DIST_USE_NCCL2"] == (program or "0")
+    assert taken == [ranks.MOST_THREADS]
 
 
 def test_a_rank_may_open_as_many_files_as_the_system_allows(monkeypatch):
@@ -88,14 +93,6 @@ def test_waiting_for_a_copy_from_a_device_does_not_spin(monkeypatch):
     assert asked == [{"blocking": True}]
 
 
-def test_a_rank_alone_on_a_cpu_takes_a_few_cores_and_other_ranks_one(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    cpu = torch.device("cpu")
-    assert (ranks.threads(1, cpu), ranks.threads(2, cpu), ranks.threads(1, torch.device("meta"))) == (3, 1, 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    assert ranks.threads(1, cpu) == ranks.MOST_THREADS
-
-
 def test_values_travel_as_json_and_never_as_pickles():
     ranks.start(ParallelConfig())
     try:
@@ -111,6 +108,6 @@ def test_values_travel_as_json_and_never_as_pickles():
 
 def test_a_text_that_differs_between_ranks_is_refused_with_its_line(monkeypatch):
     monkeypatch.setattr(ranks, "gather_objects", lambda text: [text, text, text.replace("b = 2", "b = 3")])
-    assert ranks.require_same("a = 1", "config") is None
+    assert ranks.require_same("a = 1") is None
     words = "config differs between ranks: rank 0 has b = 2, rank 2 has b = 3"
-    assert words == refusal(ranks.require_same, "a = 1\nb = 2", "config")
+    assert words == refusal(ranks.require_same, "a = 1\nb = 2")

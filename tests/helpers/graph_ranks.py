@@ -59,14 +59,14 @@ def history(cfg: Config, world: World) -> dict:
             results.append(torch.stack(steps.train_on(feed)))
             if state.step % EVALUATE_EVERY:
                 continue
-            validations.append(validation_loss(steps, val_set, state.samples).losses)
+            validations.append(validation_loss(steps, val_set, state.samples).val_loss_per_timestep)
             if cfg.sample.every_samples:
                 pictures += artist.paint(state.net, lambda place: None)
     steps.close()
     return {
         "results": torch.stack(results).tolist(),
         "validations": validations,
-        "afterwards": validation_loss(steps, val_set, state.samples).losses,
+        "afterwards": validation_loss(steps, val_set, state.samples).val_loss_per_timestep,
         "flags": [float(steps.health.step), *steps.health.first_bad.tolist()],
         "state": everything(state),
         "captured": isinstance(steps, graphs.CapturedRunner),

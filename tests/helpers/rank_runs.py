@@ -125,7 +125,7 @@ def validation(cfg: Config, world: World) -> dict:
         own = config_file.replace(cfg, **values)
         _, val_set = open_sets(own, world)
         result = validation_loss(Validator(net, own, world), val_set, VAL_SAMPLES)
-        return vars(result) | {"of all ranks": of_all(result.loss)}
+        return vars(result) | {"of all ranks": of_all(result.val_loss)}
 
     found = {f"batches of {rows}": measure(net, eval__batch=rows) for rows in (8, 5)}
     other = lively_net(cfg, world)
@@ -155,7 +155,7 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     feed.close()
     found = {"flags": of_all(steps.health.first_bad.tolist())}
     try:
-        reporter.step(state, steps.loss, steps.grad_norm, steps.health, 0.0)
+        reporter.step(steps)
     except Fault as error:
         found["said"] = of_all(str(error))
     reporter.close()

@@ -115,15 +115,15 @@ def test_training_does_not_notice_pictures_nor_a_signal_in_one(shapes_dir, tmp_p
     plain, drawn, stopped = (tmp_path / name for name in ("plain", "drawn", "stopped"))
     assert called("train.py", *micro_run(shapes_dir, plain)) == 0
     assert called("train.py", *micro_run(shapes_dir, drawn, *PICTURES)) == 0
-    at = Alive.at
+    stop_point = Alive.stop_point
 
     def interrupted(self, place: str) -> None:
-        at(self, place)
+        stop_point(self, place)
         if place == "sampling step 1":
             raise Interrupted(signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Alive, "at", interrupted)
+        patch.setattr(Alive, "stop_point", interrupted)
         assert called("train.py", *micro_run(shapes_dir, stopped, *PICTURES)) == 128 + signal.SIGTERM
     assert saved_steps(stopped) == [2]
     assert called("train.py", *micro_run(shapes_dir, stopped, *PICTURES)) == 0

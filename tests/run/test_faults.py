@@ -45,15 +45,15 @@ def calm(shapes_dir, tmp_path_factory) -> Path:
 @contextmanager
 def struck(step: int, act: Callable[[], object]) -> Iterator[None]:
     """In this block `act` is called after a step of a run."""
-    at = Alive.at
+    stop_point = Alive.stop_point
 
     def strike(alive: Alive, place: str) -> None:
         if place == f"the end of step {step}":
             act()
-        at(alive, place)
+        stop_point(alive, place)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Alive, "at", strike)
+        patch.setattr(Alive, "stop_point", strike)
         yield
 
 

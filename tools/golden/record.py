@@ -70,7 +70,7 @@ def plainly(values: Recorded) -> dict[str, tuple[str, np.ndarray]]:
 @contextmanager
 def one_process() -> Iterator[World]:
     """A world of this process alone. It is on the CPU, also where there is an accelerator."""
-    alone = ranks.is_apart()
+    alone = not dist.is_initialized()
     if alone:
         dist.init_process_group(ranks.BACKENDS["cpu"], store=dist.HashStore(), rank=0, world_size=1)
     try:

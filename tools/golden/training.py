@@ -187,6 +187,6 @@ def validation(cfg: Config, world: World, given: Values) -> Recorded:
 
     counts = np.bincount(given["data.val.timestep"], minlength=schedule.TIMESTEPS)
     values["count"] = torch.from_numpy(counts).float()
-    values["loss_per_timestep"] = torch.tensor(result.losses)
-    values["loss"] = torch.tensor(result.loss)
+    values["loss_per_timestep"] = torch.tensor(result.val_loss_per_timestep)
+    values["loss"] = torch.tensor(result.val_loss)
     return named("val", values)
