@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}")
         alive.mark("opening the data sets")
         train_set, val_set = data_sets(cfg, world)
-        sizes = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
+        sizes = {"train_samples": train_set.count, "val_samples": val_set.count}
         counts = sizes.values()
         if cfg.parallel.compile:
             choose_compiler_folder(cfg, world, stack)

@@ -6,6 +6,7 @@ decides which rank sees which sample. A resumed run starts at position `samples`
 Threads read samples and draw their random numbers into pinned host buffers, beside the training thread.
 """
 
+import functools
 import itertools
 import time
 from collections import deque
@@ -20,9 +21,9 @@ from torch import Tensor
 from flux_ref import ranks, rng, schedule, shards
 from flux_ref.config import Config, ModelConfig, empty_dir, rank_batch
 from flux_ref.errors import Fault, Refusal
+from flux_ref.shards import Arrays
 
 Batch = dict[str, Tensor]
-Rows = dict[str, np.ndarray]
 Item = tuple[int, int]
 PADDING = -1  # timestep of a row without a sample
 
@@ -47,31 +48,32 @@ def allocate(model: ModelConfig, rows: int, device: torch.device | str = "cpu", 
 
 
 class HostBatch:
-    """One reusable, pinned buffer. Its `rows` are the same memory for numpy: bf16 values as their bits in uint16."""
+    """One reusable, pinned buffer. views[i]: row i, each field as a numpy array; of bf16 values the bits, in uint16."""
 
     def __init__(self, model: ModelConfig, rows: int, pin: bool):
         self.tensors = allocate(model, rows, pin=pin)
-        self.rows: Rows = {
-            name: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-            for name, tensor in self.tensors.items()
-        }
+        self.views = [{name: _view(tensor[i]) for name, tensor in self.tensors.items()} for i in range(rows)]
         self.work: list[Future] = []  # of the threads that fill it
         self.wait_for_copy: Callable[[], object] = lambda: None  # until asynchronous copies from the buffer have ended
 
 
+def _view(tensor: Tensor) -> np.ndarray:
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
 def read_ahead(
-    plan: Iterator[Sequence], fill: Callable[[Rows, int, Any], None], buffers: list[HostBatch], workers: int
+    plan: Iterator[Sequence], fill: Callable[[Arrays, Any], None], buffers: list[HostBatch], workers: int
 ) -> Generator[HostBatch, None, None]:
     """The batches of a plan in its order. Threads fill all buffers but the one that was given out last.
 
-    plan: per batch, one item per row. fill: fill(rows, i, item) puts an item into row i.
+    plan: per batch, one item per row. fill: fill(row, item) puts an item into a row.
     Closing the generator ends the reading and waits for nobody: after an error a thread may wait for a device that
     waits for a lost rank. Raises: the error of a reading thread.
     """
 
-    def fill_row(batch: HostBatch, i: int, item: Any) -> None:
+    def fill_row(batch: HostBatch, row: Arrays, item: Any) -> None:
         batch.wait_for_copy()
-        fill(batch.rows, i, item)
+        fill(row, item)
 
     pool = ThreadPoolExecutor(workers)
     free = deque(buffers)
@@ -80,8 +82,9 @@ def read_ahead(
         while True:
             while free and (items := next(plan, None)) is not None:
                 batch = free.popleft()
-                wait([part for part in batch.work if not part.cancelled()])  # a feed that was closed may still fill it
-                batch.work = [pool.submit(fill_row, batch, i, item) for i, item in enumerate(items)]
+                # A feed that was closed may still fill it. What it cancelled never runs: wait() would not return.
+                wait([part for part in batch.work if not part.cancelled()])
+                batch.work = [pool.submit(fill_row, batch, row, item) for row, item in zip(batch.views, items)]
                 ahead.append(batch)
             if not ahead:
                 return
@@ -94,21 +97,21 @@ def read_ahead(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def copy_next(feed: Iterator[HostBatch], static: Batch) -> float:
-    """Copy the next batch into static buffers. On an accelerator the copy is enqueued and the host goes on.
+def copy_next(feed: Iterator[HostBatch], batch: Batch) -> float:
+    """Copy the next batch into `batch`. On an accelerator the copy is enqueued and the host goes on.
 
-    Returns the seconds that the device waited for data: 0 if it still had work when the batch was there.
+    Returns the seconds that the device waited for data: 0 if it still had work when the data were there.
     """
-    device = static["t"].device
-    earlier = None if device.type == "cpu" else torch.Event(device.type)
-    if earlier is not None:
-        earlier.record()
+    device = batch["t"].device
+    pending_work = None if device.type == "cpu" else torch.Event(device.type)
+    if pending_work:
+        pending_work.record()
     begin = time.perf_counter()
     host = next(feed)
     waited = time.perf_counter() - begin
-    if earlier is not None and not earlier.query():
+    if pending_work and not pending_work.query():
         waited = 0.0
-    for name, tensor in static.items():
+    for name, tensor in batch.items():
         tensor.copy_(host.tensors[name], non_blocking=True)
     host.wait_for_copy = ranks.end_of_copies(device)
     return waited
@@ -122,48 +125,36 @@ def rank_slice(cfg: Config, step: int, rank: int, size: int) -> range:
 
 
 class SampleSet:
-    """The samples of data.train or data.val that one rank reads. A row's item is (epoch or evaluation, sample)."""
+    """The samples of data.train or data.val that one rank reads. A batch is planned as (epoch, sample) of each row."""
 
     split: str
 
     def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
         """Look at the sizes of the shards alone. Raises: Refusal."""
-        split = self.split
         self.cfg = cfg
         self.rank = rank
         self.size = size
-        folder = cfg.data.val if split == "val" else cfg.data.train or "."
-        wanted = getattr(cfg.data, f"{split}_count")
+        folder = cfg.data.val if self.split == "val" else cfg.data.train or "."
         self.shards = shards.ShardSet(folder, shards.layout(cfg.model))
-        if folder and wanted not in (0, len(self.shards)):
+        self.count = len(self.shards)  # samples
+        wanted = getattr(cfg.data, f"{self.split}_count")
+        if folder and wanted not in (0, self.count):
             raise Refusal(
-                f"{folder} holds {len(self.shards)} samples, data.{split}_count={wanted} asks for {wanted}; set it to"
-                f" {len(self.shards)} or to 0 for any number, or make the set again (remove a set of drawings)"
+                f"{folder} holds {self.count} samples, data.{self.split}_count={wanted} asks for {wanted}; set it to"
+                f" {self.count} or to 0 for any number, or make the set again (remove a set of drawings)"
             )
-        rows = rank_batch(cfg, size) if split == "train" else cfg.eval.batch
+        rows = rank_batch(cfg, size) if self.split == "train" else cfg.eval.batch
         # One is in use while data.prefetch are filled.
         self.buffers = [HostBatch(cfg.model, rows, pin) for _ in range(cfg.data.prefetch + 1)]
 
     def open(self) -> None:
-        """Read the first bytes. Raises: Refusal."""
-        self.shards.open(self.rank, self.size)
+        """Open the shards. Raises: Refusal, OSError."""
+        self.shards.open()
 
-    def feed(self, start: int) -> Generator[HostBatch, None, None]:
-        """The batches from `start` on: see the subclasses' plans."""
-        return read_ahead(self._plan(start), self._fill, self.buffers, self.cfg.data.workers)
-
-    def _plan(self, start: int) -> Iterator[list[Item]]:
-        """The items of each of this rank's batches."""
-        raise NotImplementedError
-
-    def _fill(self, rows: Rows, i: int, item: Item) -> None:
-        """Put an item into row i. Raises: Fault."""
-        raise NotImplementedError
-
-    def _read(self, sample: int, rows: Rows, i: int) -> shards.Meta:
-        """Read a sample into row i. Raises: Fault."""
+    def _read(self, sample: int, row: Arrays) -> shards.Meta:
+        """Read a sample into a row. Raises: Fault."""
         try:
-            return self.shards.read(sample, {name: rows[name][i] for name in shards.MEMBERS})
+            return self.shards.read(sample, row)
         except shards.BadSample as error:
             raise self._bad(str(error)) from None
 
@@ -175,96 +166,80 @@ class SampleSet:
 
 
 class TrainSet(SampleSet):
-    """The training samples of one rank, in the order of the run. A feed starts at that many samples and has no end."""
+    """The training samples of one rank, in the order of the run."""
 
     split = "train"
 
     def open(self) -> None:
-        """Read the first bytes, those of the empty caption included. Raises: Refusal."""
+        """Read the empty caption, too. Raises: Refusal, OSError."""
         super().open()
         self.empty = shards.read_empty(empty_dir(self.cfg), self.shards.layout)
-        train = self.cfg.train
-        self.times = rng.TimeDistribution(
-            train.timestep, train.timestep_mean, train.timestep_width, train.timestep_shift
-        )
 
-    def _plan(self, start: int) -> Iterator[list[Item]]:
-        """(epoch, sample) of each row. The order of an epoch is drawn once."""
-        count = len(self.shards)
-        drawn = -1
-        for step in itertools.count(start // self.cfg.train.global_batch):
-            items = []
-            for position in rank_slice(self.cfg, step, self.rank, self.size):
-                epoch, i = divmod(position, count)
-                if epoch != drawn:
-                    order = rng.order(self.cfg.train.seed, epoch, count)
-                    drawn = epoch
-                items.append((epoch, int(order[i])))
-            yield items
+    def feed(self, samples: int) -> Generator[HostBatch, None, None]:
+        """The batches after the run's first `samples`, a multiple of the global batch; they have no end."""
+        return read_ahead(self._plan(samples), self._fill, self.buffers, self.cfg.data.workers)
 
-    def _fill(self, rows: Rows, i: int, item: Item) -> None:
+    def _plan(self, samples: int) -> Iterator[list[Item]]:
+        seed = self.cfg.train.seed
+        order = functools.lru_cache(1)(rng.order)  # drawn once per epoch
+        for step in itertools.count(samples // self.cfg.train.global_batch):
+            places = [divmod(position, self.count) for position in rank_slice(self.cfg, step, self.rank, self.size)]
+            yield [(epoch, int(order(seed, epoch, self.count)[i])) for epoch, i in places]
+
+    def _fill(self, row: Arrays, item: Item) -> None:
         epoch, sample = item
-        self._read(sample, rows, i)
-        train = self.cfg.train
-        draw = rng.train_draw(train.seed, epoch, sample, self.cfg.model.latent_shape, train.caption_drop, self.times)
+        self._read(sample, row)
+        draw = rng.train_draw(self.cfg.train, epoch, sample, self.cfg.model.latent_shape)
         if draw.drop_caption:  # spec: T5 and CLIP together
-            rows["t5"][i] = self.empty["t5"]
-            rows["clip"][i] = self.empty["clip"]
-        rows["t"][i] = draw.t
-        rows["latent_eps"][i] = draw.latent_eps
-        rows["noise"][i] = draw.noise
+            for name, encoding in self.empty.items():
+                row[name][...] = encoding
+        row["t"][...] = draw.t
+        row["latent_eps"][...] = draw.latent_eps
+        row["noise"][...] = draw.noise
 
 
 class ValSet(SampleSet):
-    """The validation samples of one rank. spec: all ranks together see each sample once; padding rows do not count.
-
-    A feed gives all batches of one evaluation. Its number names the noise, see rng.val_draw.
-    """
+    """The validation samples of one rank. spec: all ranks together see each sample once; padding rows do not count."""
 
     split = "val"
 
     def open(self) -> None:
-        """Read the first bytes, and as many samples as it takes to see each timestep. Raises: Refusal, Fault."""
+        """Read the first sample, too: a set of training has no timesteps. Raises: Fault, OSError."""
         super().open()
-        if not len(self.shards) or self.rank > 0:
-            return
-        missing = set(range(schedule.TIMESTEPS))
-        for sample in range(len(self.shards)):
-            missing.discard(self._read(sample, self.buffers[0].rows, 0).timestep)
-            if not missing:
-                return
-        raise Refusal(
-            f"data.val={self.cfg.data.val} has no sample of timestep {min(missing)}; validation needs each of 0 to"
-            f" {schedule.TIMESTEPS - 1}; prepare the set again, or give --data.val= for a run without validation"
-        )
+        if self.count:
+            self._fill(self.buffers[0].views[0], (0, 0))
 
     @property
     def batches(self) -> int:
         """Batches of one evaluation, the same on every rank."""
-        return schedule.steps_for(len(self.shards), self.size * self.cfg.eval.batch)
+        return schedule.steps_for(self.count, self.size * self.cfg.eval.batch)
 
-    def _plan(self, start: int) -> Iterator[list[Item]]:
-        """(evaluation, sample) of each row. Padding has numbers beyond the last sample."""
+    def feed(self, noise_epoch: int) -> Generator[HostBatch, None, None]:
+        """The batches of one evaluation. noise_epoch: see rng.val_draw."""
+        return read_ahead(self._plan(noise_epoch), self._fill, self.buffers, self.cfg.data.workers)
+
+    def _plan(self, noise_epoch: int) -> Iterator[list[Item]]:
+        """Padding has numbers beyond the last sample."""
         rows = self.cfg.eval.batch
         for k in range(self.batches):
             first = (k * self.size + self.rank) * rows
-            yield [(start, sample) for sample in range(first, first + rows)]
+            yield [(noise_epoch, sample) for sample in range(first, first + rows)]
 
-    def _fill(self, rows: Rows, i: int, item: Item) -> None:
-        evaluation, sample = item
-        if sample >= len(self.shards):
-            for values in rows.values():  # all fields: stale values would move the FP8 scale of the batch
-                values[i] = 0
-            rows["timestep"][i] = PADDING
+    def _fill(self, row: Arrays, item: Item) -> None:
+        noise_epoch, sample = item
+        if sample >= self.count:
+            for values in row.values():  # all fields: stale values would move the FP8 scale of the batch
+                values[...] = 0
+            row["timestep"][...] = PADDING
             return
-        meta = self._read(sample, rows, i)
+        meta = self._read(sample, row)
         if meta.timestep is None or meta.timestep not in range(schedule.TIMESTEPS):
             raise self._bad(f"{meta.key} has timestep {meta.timestep}, want 0 to {schedule.TIMESTEPS - 1}")
-        latent_eps, noise = rng.val_draw(self.cfg.train.seed, evaluation, sample, self.cfg.model.latent_shape)
-        rows["timestep"][i] = meta.timestep
-        rows["t"][i] = schedule.validation_time(meta.timestep)
-        rows["latent_eps"][i] = latent_eps
-        rows["noise"][i] = noise
+        latent_eps, noise = rng.val_draw(self.cfg.train.seed, noise_epoch, sample, self.cfg.model.latent_shape)
+        row["timestep"][...] = meta.timestep
+        row["t"][...] = schedule.validation_time(meta.timestep)
+        row["latent_eps"][...] = latent_eps
+        row["noise"][...] = noise
 
 
 def synthetic(model: ModelConfig, rows: int) -> Batch:

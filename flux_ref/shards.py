@@ -16,13 +16,14 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -30,11 +31,12 @@ from flux_ref import files
 from flux_ref.errors import Refusal, one_line, shown
 
 MEMBERS = ("t5", "clip", "mean", "logvar")
+Arrays = dict[str, np.ndarray]  # of one sample, each of MEMBERS: bf16 bits as uint16
 CAN_EVICT = hasattr(os, "posix_fadvise")  # macOS has none
 BLOCK, RECORD = 512, 10_240  # bytes; tar's two units
 NPY_HEADER = 128  # bytes before the numbers of a .npy blob
 END_BYTES = 2 * BLOCK  # an archive ends with two zero blocks
-Buffer = bytes | memoryview
+INFINITE = 0x7F80  # the exponent bits of a bf16: all are set in infinite numbers and NaN
 PER_SHARD = 10_000  # samples, as in the public conversions: 21.7 GB
 
 
@@ -58,13 +60,19 @@ class Layout:
     def __init__(self, shapes: dict[str, tuple[int, ...]]):
         self.shapes = shapes
         self.npy_headers = {name: npy_header(shapes[name]) for name in MEMBERS}
-        self.blob_bytes = {name: NPY_HEADER + 2 * prod(shapes[name]) for name in MEMBERS}
         # Of a sample in a shard, with tar headers and padding.
-        self.stride = 2 * BLOCK + sum(BLOCK + _round_up(size) for size in self.blob_bytes.values())
+        self.stride = 2 * BLOCK + sum(BLOCK + _round_up(NPY_HEADER + 2 * prod(shapes[name])) for name in MEMBERS)
 
-    def rows(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> Arrays:
         """Memory for one sample: an uninitialised uint16 array for each member."""
         return {name: np.empty(self.shapes[name], np.uint16) for name in MEMBERS}
+
+    def numbers(self, name: str, blob: bytes | memoryview) -> np.ndarray:
+        """The bf16 bits in the .npy blob of a member, not copied. Raises: ValueError if it has another form."""
+        shape = self.shapes[name]
+        if bytes(blob[:NPY_HEADER]) != self.npy_headers[name] or len(blob) != NPY_HEADER + 2 * prod(shape):
+            raise ValueError(f"{name} is no .npy file of uint16 {shape} in C order")
+        return np.frombuffer(blob, np.uint16, offset=NPY_HEADER).reshape(shape)
 
 
 def layout(model) -> Layout:
@@ -79,11 +87,11 @@ def layout(model) -> Layout:
 
 @dataclass(frozen=True)
 class Meta:
-    """What a sample's json says."""
+    """What a sample's json holds."""
 
     key: str
-    timestep: int | None
-    caption: str
+    timestep: int | None = None
+    caption: str = ""
 
 
 class Shard:
@@ -108,19 +116,11 @@ class Shard:
     def open(self) -> None:
         self.file = self.path.open("rb", buffering=0)
 
-    def require_end(self) -> None:
-        """Check that only zeros follow the last sample. Raises: BadSample."""
-        if any(os.pread(self.file.fileno(), RECORD + END_BYTES, self.count * self.layout.stride)):
-            raise BadSample(f"shard {self.path} has no end marker after {self.count} samples; copy it again")
-
-    def read(self, position: int, rows: dict[str, np.ndarray]) -> Meta:
-        """Read a sample into rows: one C-contiguous uint16 array (bf16 bits) for each member.
-
-        Raises: BadSample; the rows then hold anything.
-        """
+    def read(self, position: int, arrays: Arrays) -> Meta:
+        """Read a sample into arrays. Raises: BadSample; they then hold anything."""
         try:
-            return self._parse(self._bytes(position), rows)
-        except (OSError, ValueError, tarfile.HeaderError) as error:
+            return self._parse(self._bytes(position), arrays)
+        except (OSError, ValueError, tarfile.TarError) as error:
             raise BadSample(f"{self.path}, sample {position}: {error}") from None
 
     def _bytes(self, position: int) -> bytes:
@@ -134,19 +134,18 @@ class Shard:
             content += part
         return content
 
-    def _parse(self, content: bytes, rows: dict[str, np.ndarray]) -> Meta:
-        """Take a sample apart. Raises: ValueError, tarfile.HeaderError."""
-        members = _members(content)
-        key = next(iter(members)).partition(".")[0]
+    def _parse(self, content: bytes, arrays: Arrays) -> Meta:
+        """Take a sample apart. Raises: ValueError, tarfile.TarError."""
+        view = memoryview(content)
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
+            members = {entry.name: view[entry.offset_data :][: entry.size] for entry in archive}
+        key = next(iter(members), "").partition(".")[0]
         wanted = {f"{key}.json", *(f"{key}.{name}.bytes" for name in MEMBERS)}
         if members.keys() != wanted:
             raise ValueError(f"it holds {', '.join(map(shown, members))}, want {', '.join(map(shown, wanted))}")
         for name in MEMBERS:
-            blob = members[f"{key}.{name}.bytes"]
-            if blob[:NPY_HEADER] != self.layout.npy_headers[name] or len(blob) != self.layout.blob_bytes[name]:
-                raise ValueError(f"{name} has another form, want uint16 {self.layout.shapes[name]}")
-            rows[name].reshape(-1)[:] = np.frombuffer(blob, np.uint16, offset=NPY_HEADER)
-            if _not_finite(rows[name]):
+            arrays[name][...] = self.layout.numbers(name, members[f"{key}.{name}.bytes"])
+            if (arrays[name] & INFINITE == INFINITE).any():
                 raise ValueError(f"{name} holds NaN or infinite values")
         text = bytes(members[f"{key}.json"])
         said = files.json_object(text)  # {} for anything else
@@ -154,20 +153,6 @@ class Shard:
         if not said or type(timestep) not in (int, type(None)):
             raise ValueError(f"its json is {shown(text)}, want an object, with timestep an integer or null")
         return Meta(key, timestep, str(said.get("caption") or ""))
-
-
-def _members(content: bytes) -> dict[str, memoryview]:
-    """The tar members of a sample by name. Raises: ValueError, tarfile.HeaderError."""
-    members = {}
-    begin = 0
-    while begin < len(content):
-        entry = tarfile.TarInfo.frombuf(content[begin : begin + BLOCK], "utf-8", "strict")
-        begin += BLOCK
-        if not entry.isreg() or not 0 <= entry.size < len(content):
-            raise ValueError(f"{shown(entry.name)} is no regular file of a sample's size")
-        members[entry.name] = memoryview(content)[begin : begin + entry.size]
-        begin += _round_up(entry.size)
-    return members
 
 
 class ShardSet:
@@ -183,22 +168,14 @@ class ShardSet:
         self.paths = paths_of(Path(folder)) if folder else []
         self.shards = [Shard(path, layout) for path in self.paths]
         # The index of each shard's first sample, and at the end the number of samples.
-        self.first = np.cumsum([0, *(shard.count for shard in self.shards)])
+        self.first = list(accumulate((shard.count for shard in self.shards), initial=0))
 
     def __len__(self) -> int:
-        return int(self.first[-1])
+        return self.first[-1]
 
-    def open(self, rank: int = 0, size: int = 1) -> None:
-        """Open every shard. Check the first and last sample of every size-th shard, from number rank on.
-
-        Raises: BadSample.
-        """
+    def open(self) -> None:
         for shard in self.shards:
             shard.open()
-        for shard in self.shards[rank::size]:
-            for position in {0, shard.count - 1}:
-                shard.read(position, self.layout.rows())
-            shard.require_end()
 
     def evict(self) -> None:
         """Drop the shards' clean pages from the operating system's cache, where CAN_EVICT. Reads no byte."""
@@ -207,26 +184,19 @@ class ShardSet:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def read(self, index: int, rows: dict[str, np.ndarray]) -> Meta:
-        """Read sample `index` into rows, as Shard.read does. Raises: BadSample."""
-        number = int(np.searchsorted(self.first, index, side="right")) - 1
-        return self.shards[number].read(index - int(self.first[number]), rows)
+    def read(self, index: int, arrays: Arrays) -> Meta:
+        """Read sample `index` into arrays, as Shard.read does. Raises: BadSample."""
+        number = bisect(self.first, index) - 1
+        return self.shards[number].read(index - self.first[number], arrays)
 
 
 def paths_of(folder: Path) -> list[Path]:
     """The shards of a folder, in order. Raises: Refusal."""
     if not folder.is_dir():
         raise Refusal(f"data folder {folder} does not exist; set data.train, data.val or make it first")
-    if not (paths := sorted(path for path in folder.glob("*.tar") if not path.name.startswith("."))):
+    if not (paths := sorted(folder.glob("[!.]*.tar"))):
         raise Refusal(f"data folder {folder} holds no *.tar shard; it may be the folder above the one you mean")
     return paths
-
-
-def _not_finite(bits: np.ndarray) -> bool:
-    """Whether all exponent bits of any bf16 are set: infinite or NaN."""
-    # Two maxima cost less than a mask. The negative ones among them are the largest unsigned numbers of all, the
-    # positive ones the largest signed numbers.
-    return bits.max() >= 0xFF80 or bits.view(np.int16).max() >= 0x7F80
 
 
 def to_bf16_bits(values: np.ndarray) -> np.ndarray:
@@ -240,7 +210,7 @@ def from_bf16_bits(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def read_empty(folder: str | Path, layout: Layout) -> dict[str, np.ndarray]:
+def read_empty(folder: str | Path, layout: Layout) -> Arrays:
     """The encodings of the empty caption, {"t5", "clip"} as bf16 bits.
 
     Reads t5_empty.npy and clip_empty.npy in float16, float32 or bf16 bits, with or without a batch axis.
@@ -254,26 +224,17 @@ def read_empty(folder: str | Path, layout: Layout) -> dict[str, np.ndarray]:
             array = np.load(path, mmap_mode="r")  # refuses pickles, and allocates nothing that the file does not hold
             if array.dtype not in (np.uint16, np.float16, np.float32) or array.shape not in (shape, (1, *shape)):
                 raise ValueError(f"it is {array.dtype} {array.shape}, want uint16, float16 or float32 {shape}")
-            bits = np.array(array) if array.dtype == np.uint16 else to_bf16_bits(array)
-            if _not_finite(bits) or not np.isfinite(array).all():
+            values = from_bf16_bits(array) if array.dtype == np.uint16 else array
+            if not np.isfinite(values).all():
                 raise ValueError("it holds NaN or infinite values")
         except Exception as error:  # numpy's parser raises a dozen kinds
             raise Refusal(f"empty encoding {path}: {one_line(error, 200)}") from None
-        encodings[name] = bits.reshape(shape)
+        encodings[name] = to_bf16_bits(values).reshape(shape)
     return encodings
 
 
 # Writing. Files get their names once they are whole and on the disk. The members stand in the order of NVIDIA's
 # converter, which writes with Python's tarfile, too; webdataset's TarWriter would sort them by name.
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Members as uint16 bf16 bits."""
-
-    members: dict[str, np.ndarray]
-    timestep: int | None = None
-    caption: str = ""
 
 
 @contextmanager
@@ -284,30 +245,32 @@ def new_shard(path: Path) -> Iterator[BinaryIO]:
         file.write(bytes(END_BYTES))  # no padding as tar's: the size then tells the number of samples
 
 
-def add(
-    file: BinaryIO, key: str, members: Mapping[str, np.ndarray], timestep: int | None = None, caption: str = ""
-) -> None:
-    """Append a sample to a new shard. members: bf16 bits as uint16. A caption is cut to fill a tar block."""
-    contents: dict[str, list[Buffer]] = {"json": [_description(key, timestep, caption)]}
+def add(file: BinaryIO, meta: Meta, members: Arrays) -> None:
+    """Append a sample to a new shard. A caption is cut to fill a tar block."""
+    _add_member(file, f"{meta.key}.json", b"", _description(meta))
     for name in MEMBERS:
         bits = np.ascontiguousarray(members[name], np.uint16)
-        contents[f"{name}.bytes"] = [npy_header(bits.shape), bits.data]
-    for name, parts in contents.items():
-        entry = tarfile.TarInfo(f"{key}.{name}")  # owner, mode and time stay fixed: the same samples, the same bytes
-        entry.size = sum(memoryview(part).nbytes for part in parts)
-        # tarfile's own addfile would copy the content, and hold up other threads while a mapped file is read.
-        for part in (entry.tobuf(tarfile.USTAR_FORMAT), *parts, bytes(-entry.size % BLOCK)):
-            file.write(part)
+        _add_member(file, f"{meta.key}.{name}.bytes", npy_header(bits.shape), bits.data)
 
 
-def _description(key: str, timestep: int | None, caption: str) -> bytes:
+def _add_member(file: BinaryIO, name: str, head: bytes, content: bytes | memoryview) -> None:
+    entry = tarfile.TarInfo(name)  # owner, mode and time stay fixed: the same samples, the same bytes
+    entry.size = len(head) + memoryview(content).nbytes
+    # tarfile's own addfile would copy the content, and hold up other threads while a mapped file is read.
+    for part in (entry.tobuf(tarfile.USTAR_FORMAT), head, content, bytes(-entry.size % BLOCK)):
+        file.write(part)
+
+
+def _description(meta: Meta) -> bytes:
     """The json member, in one tar block."""
-    said = {"key": key} | ({} if timestep is None else {"timestep": timestep})  # NVIDIA's reader takes no null
-    for length in range(min(len(caption), BLOCK), 0, -1):
-        text = json.dumps(said | {"caption": caption[:length]}, ensure_ascii=False).encode()
-        if len(text) <= BLOCK:
-            return text
-    return json.dumps(said).encode()
+    said: dict[str, Any] = {"key": meta.key}
+    if meta.timestep is not None:  # NVIDIA's reader takes no null
+        said["timestep"] = meta.timestep
+    if meta.caption:
+        said["caption"] = meta.caption[:BLOCK]
+    while len(text := json.dumps(said, ensure_ascii=False).encode()) > BLOCK:
+        said["caption"] = said["caption"][:-1]
+    return text
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -319,23 +282,20 @@ def key_of(split: str, index: int) -> str:
     return f"{split}_{index:08d}"
 
 
-def write(folder: Path, samples: Iterable[Sample], prefix: str, per_shard: int = PER_SHARD) -> int:
-    """Write samples into a new folder, one shard after the other; returns their number. prefix: begins each key.
+def write(folder: Path, samples: Iterable[tuple[Meta, Arrays]], per_shard: int = PER_SHARD) -> None:
+    """Write samples into a new folder, one shard after the other.
 
     Each shard is whole, but the folder is whole only when this returns: give it its name then.
     """
     folder.mkdir(parents=True)
     samples = iter(samples)
-    count = 0
-    for first in samples:
-        with new_shard(shard_path(folder, count // per_shard)) as file:
-            for sample in chain([first], islice(samples, per_shard - 1)):
-                add(file, key_of(prefix, count), sample.members, sample.timestep, sample.caption)
-                count += 1
-    return count
+    for number, first in enumerate(samples):
+        with new_shard(shard_path(folder, number)) as file:
+            for meta, members in chain([first], islice(samples, per_shard - 1)):
+                add(file, meta, members)
 
 
-def write_empty(folder: Path, encodings: dict[str, np.ndarray]) -> None:
+def write_empty(folder: Path, encodings: Arrays) -> None:
     """Write the encodings of the empty caption, {"t5", "clip"}, as read_empty reads them."""
     with files.whole(folder, is_new=True) as place:
         place.mkdir(parents=True)

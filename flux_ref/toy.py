@@ -15,7 +15,7 @@ import numpy as np
 from flux_ref import files, rng, schedule, shards
 from flux_ref.config import Config, ModelConfig
 from flux_ref.progress import progress
-from flux_ref.shards import Sample
+from flux_ref.shards import Arrays, Meta
 
 COLOURS = {
     "red": (0.90, 0.10, 0.10),
@@ -138,7 +138,7 @@ def encode_caption(caption: str, model: ModelConfig) -> dict[str, np.ndarray]:
 
 @functools.cache
 def _word_vector(word: str, dim: int) -> np.ndarray:
-    return rng.normals(0, rng.WORDS, (dim,), sample=rng.name_key(word), epoch=dim)
+    return rng.normals(0, rng.TOY_TEXT, (dim,), sample=rng.name_key(word), epoch=dim)
 
 
 def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
@@ -151,26 +151,26 @@ def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
     shown = [drawing for drawing in all_drawings() if drawing not in unseen]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with files.whole(folder, is_new=True) as partial:
-        shards.write(partial / "train", _samples(shown, train, model, "train"), "train")
-        shards.write(partial / "val", _samples(unseen, val, model, "val"), "val")
+        shards.write(partial / "train", _samples(shown, train, model, "train"))
+        shards.write(partial / "val", _samples(unseen, val, model, "val"))
         # In float16 with a batch axis, as the public encodings are.
         empty = {name: values[None].astype(np.float16) for name, values in encode_caption("", model).items()}
         shards.write_empty(partial / "empty_encodings", empty)
 
 
-def _samples(drawings: list[Drawing], count: int, model: ModelConfig, split: str) -> Iterator[Sample]:
+def _samples(drawings: list[Drawing], count: int, model: ModelConfig, split: str) -> Iterator[tuple[Meta, Arrays]]:
     is_val = split == "val"
     for i in progress(range(count), desc=f"making {split} shapes", leave=False):
         round_, timestep = divmod(i, schedule.TIMESTEPS)
         drawing = drawings[round_ % len(drawings)]
-        words = rng.words(0, rng.JITTER, 2, sample=i, epoch=int(is_val))
+        words = rng.words(0, rng.TOY_SHAPES, 2, sample=i, epoch=int(is_val))
         dx, dy = JITTER * (2 * rng.uniform(words) - 1)
         picture = render(drawing, model.latent_height * 8, model.latent_width * 8, float(dx), float(dy))
         members = encode_caption(drawing.caption, model)
         members["mean"] = encode(picture)
         members["logvar"] = np.full(model.latent_shape, LOGVAR)
         bits = {name: shards.to_bf16_bits(values) for name, values in members.items()}
-        yield Sample(bits, timestep if is_val else None, drawing.caption)
+        yield Meta(shards.key_of(split, i), timestep if is_val else None, drawing.caption), bits
 
 
 def ensure(cfg: Config) -> None:

@@ -13,11 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flux_ref import config, latents, ranks, rng, sharding, shards, toy
 from flux_ref.arithmetic import DTYPES
 from flux_ref.config import Config
-from flux_ref.data import Rows
 from flux_ref.pictures import encoders, sheet
 from flux_ref.ranks import World
 from flux_ref.report import Reporter
-from flux_ref.shards import ShardSet
+from flux_ref.shards import Arrays, ShardSet
 from flux_ref.step_runner import State
 
 LOOKED_AT = 16  # samples for each different caption that is wanted
@@ -35,8 +34,8 @@ class Artist:
         self.world = world
         self.dtype = DTYPES[cfg.parallel.dtype]
         self.captions: list[str] = []
-        self.encoded: list[Rows] = []
-        self.empty: Rows = {}
+        self.encoded: list[Arrays] = []
+        self.empty: Arrays = {}
         self.autoencoder: Any = None
         with ranks.agreed():
             if world.rank == 0 and cfg.data.kind != "shapes":
@@ -48,11 +47,11 @@ class Artist:
         At most LOOKED_AT samples for each caption are looked at, so there may be fewer.
         """
         count = self.cfg.sample.count
-        found: dict[str, Rows] = {}
+        found: dict[str, Arrays] = {}
         for number in range(min(len(samples), LOOKED_AT * count)):
-            rows = samples.layout.rows()
-            meta = samples.read(number, rows)
-            found.setdefault(meta.caption or meta.key, rows)
+            arrays = samples.layout.arrays()
+            meta = samples.read(number, arrays)
+            found.setdefault(meta.caption or meta.key, arrays)
             if len(found) == count:
                 break
         self.captions = list(found)
@@ -120,7 +119,7 @@ class Artist:
             sharding.reshard(net)  # also after an interruption: training or a checkpoint may follow
         return latents.unscale(latents.unpack(x_BNP, model.latent_height, model.latent_width))
 
-    def _stacked(self, texts: list[Rows]) -> list[Tensor]:
+    def _stacked(self, texts: list[Arrays]) -> list[Tensor]:
         """[t5_BTE, clip_BV] in parallel.dtype."""
         bits = [torch.from_numpy(np.stack([text[name] for text in texts])) for name in ("t5", "clip")]
         return [part.view(torch.bfloat16).to(self.world.device, self.dtype) for part in bits]

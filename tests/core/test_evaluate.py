@@ -25,7 +25,7 @@ def plain(shapes_dir) -> list[list[float]]:
     stored.open()
     losses = [[] for _ in range(schedule.TIMESTEPS)]
     for i in range(len(stored)):
-        rows = stored.layout.rows()
+        rows = stored.layout.arrays()
         timestep = stored.read(i, rows).timestep
         sample = {name: shards.from_bf16_bits(bits) for name, bits in rows.items()} | {"t": np.float32(timestep / 8)}
         for name, stream in (("latent_eps", rng.VAL_LATENT), ("noise", rng.VAL_NOISE)):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flux_ref import rng, schedule
+from flux_ref.config import TrainConfig
 from flux_ref.precision.blocks import philox
 from tools.golden.files import FOLDER, Golden
 
@@ -78,6 +79,12 @@ def test_second_philox_gives_the_papers_known_answers():
         assert torch.cat(philox([signed(word)] * 4, [signed(word)] * 2)).numpy().view(np.uint64).tolist() == want
 
 
+def config(kind: str, mean: float, width: float, shift: float, seed: int = 0) -> TrainConfig:
+    return TrainConfig(
+        seed=seed, timestep=kind, timestep_mean=mean, timestep_width=width, timestep_shift=shift, caption_drop=0.1
+    )
+
+
 TIMES = [  # kind, mean and width of the logit, shift
     ("uniform", 0.0, 1.0, 1.0),
     ("uniform", 0.0, 1.0, 3.0),
@@ -92,21 +99,22 @@ TIMES = [  # kind, mean and width of the logit, shift
 def test_t_of_each_distribution_follows_the_page_and_is_drawn_from_words_1_to_3():
     words = words_of(3, SCALARS, np.arange(500), 2, 4)
     for about in TIMES:
-        drawn = [rng.train_draw(3, 2, i, (1, 1, 2), 0.1, rng.TimeDistribution(*about)) for i in range(500)]
+        drawn = [rng.train_draw(config(*about, seed=3), 2, i, (1, 1, 2)) for i in range(500)]
         assert [draw.t for draw in drawn] == pytest.approx(times_of(words, *about), rel=1e-6), about
         assert [draw.drop_caption for draw in drawn] == (uniform_of(words[:, 0]) < 0.1).tolist()
-    many = rng.words(3, rng.SCALARS, 2**16)
-    assert np.array_equal(rng.times(many, rng.TimeDistribution()), uniform_of(many[1::4])), "word 1 itself"
+    assert [rng.flow_time(word, config(*TIMES[0])) for word in words] == uniform_of(words[:, 1]).tolist(), (
+        "word 1 itself"
+    )
 
 
 def test_numbers_are_finite_and_t_is_below_1_at_the_ends_of_words_and_of_what_config_allows():
-    ends = np.array([(0, *rest) for rest in itertools.product((0, 2**63, MASK), repeat=3)], np.uint64).ravel()
-    assert rng.normal(ends[:-1][:26]).max() == pytest.approx(math.sqrt(2 * 53 * math.log(2)))
+    ends = np.array([(0, *rest) for rest in itertools.product((0, 2**63, MASK), repeat=3)], np.uint64)
+    assert rng.normal(ends.ravel()).max() == pytest.approx(math.sqrt(2 * 53 * math.log(2)))
     kinds = ("uniform", "logit_normal")
     for about in itertools.product(kinds, (-16.0, 0.0, 16.0), (1e-9, 16.0), (1e-300, 1.0, 1000.0)):
-        t = rng.times(ends, rng.TimeDistribution(*about))
-        assert t.dtype == np.float32 and ((t >= 0) & (t < 1)).all(), about
-    assert t.max() == rng.uniform(ends).max() == np.float32(1 - 2**-24), "the largest fp32 below 1"
+        times = [rng.flow_time(word, config(*about)) for word in ends]
+        assert all(0 <= t < 1 and t == np.float32(t) for t in times), about
+    assert max(times) == rng.uniform(ends).max() == np.float32(1 - 2**-24), "the largest fp32 below 1"
 
 
 def test_order_is_another_permutation_in_every_epoch_and_seed():
@@ -121,7 +129,7 @@ def test_draws_depend_on_seed_epoch_and_sample_alone():
     """Not on numpy's global generator. Validation has numbers of its own."""
 
     def drawn(seed: int, epoch: int, sample: int) -> list[np.ndarray]:
-        draw = rng.train_draw(seed, epoch, sample, SHAPE, 0.1)
+        draw = rng.train_draw(TrainConfig(seed=seed), epoch, sample, SHAPE)
         return [draw.noise, draw.latent_eps, *rng.val_draw(seed, epoch, sample, SHAPE)]
 
     first = drawn(3, 2, 41)

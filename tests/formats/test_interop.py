@@ -49,7 +49,7 @@ def root(tmp_path_factory) -> Path:
     """What our writer makes, prepared by Energon's own command."""
     root = tmp_path_factory.mktemp("energon") / "data"
     for seed, (split, count) in enumerate(COUNTS.items()):
-        shards.write(root / split, samples(count, seed, timesteps=split == "val"), split, per_shard=4)
+        shards.write(root / split, samples(count, seed, split == "val", prefix=split), per_shard=4)
     parts = [f"{split}:{split}/shard_{{000000..{(n - 1) // 4:06d}}}.tar" for split, n in COUNTS.items()]
     options = [text for part in parts for text in ("--split-parts", part)]
     prepare(root, *options)
@@ -67,8 +67,8 @@ def by_us(root: Path, split: str) -> dict[str, dict[str, np.ndarray]]:
     stored = opened(root / split)
     found = {}
     for index in range(len(stored)):
-        rows = LAYOUT.rows()
-        found[stored.read(index, rows).key] = rows
+        arrays = LAYOUT.arrays()
+        found[stored.read(index, arrays).key] = arrays
     return found
 
 

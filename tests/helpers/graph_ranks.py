@@ -47,7 +47,7 @@ def history(cfg: Config, world: World) -> dict:
     steps = graphs.runner(state, cfg, world)
     steps.warm_up()
     artist = Artist(cfg, world, Path())
-    rows = {name: np.zeros_like(part) for name, part in train_set.shards.layout.rows().items()}
+    rows = {name: np.zeros_like(part) for name, part in train_set.shards.layout.arrays().items()}
     artist.captions = [""] * cfg.sample.count
     artist.encoded = [rows] * cfg.sample.count
     artist.empty = rows

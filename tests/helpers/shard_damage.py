@@ -1,34 +1,41 @@
 """Small shards, and damage at known places of them."""
 
 import tarfile
+from math import prod
 from pathlib import Path
 
 import numpy as np
 from conftest import MICRO
 
 from flux_ref import config_file, shards
-from flux_ref.shards import BLOCK, MEMBERS, NPY_HEADER, Layout, Sample, ShardSet
+from flux_ref.shards import BLOCK, MEMBERS, NPY_HEADER, Arrays, Layout, Meta, ShardSet
 
 LAYOUT = shards.layout(config_file.load(MICRO).model)
 NAN = 0x7FC0  # as bf16 bits
 
 
-def samples(count: int, seed: int = 0, timesteps: bool = True, layout: Layout = LAYOUT) -> list[Sample]:
-    """Random samples."""
+def samples(
+    count: int, seed: int = 0, timesteps: bool = True, layout: Layout = LAYOUT, prefix: str = "some"
+) -> list[tuple[Meta, Arrays]]:
+    """Random samples. prefix: begins each key."""
     rng = np.random.default_rng(seed)
     found = []
     for i in range(count):
         bits = {name: shards.to_bf16_bits(rng.standard_normal(shape)) for name, shape in layout.shapes.items()}
-        found.append(Sample(bits, i % 8 if timesteps else None, f"words {i}"))
+        found.append((Meta(shards.key_of(prefix, i), i % 8 if timesteps else None, f"words {i}"), bits))
     return found
 
 
 def write_set(root: Path, train: int, val: int) -> None:
     """train/ and val/ of so many samples, three in a shard, and empty_encodings/."""
-    shards.write(root / "train", samples(train, 0, False), "train", 3)
-    shards.write(root / "val", samples(val, 1, True), "val", 3)
+    shards.write(root / "train", samples(train, 0, False, prefix="train"), 3)
+    shards.write(root / "val", samples(val, 1, prefix="val"), 3)
     ones = {name: np.ones((1, *LAYOUT.shapes[name]), np.float16) for name in ("t5", "clip")}
     shards.write_empty(root / "empty_encodings", ones)
+
+
+def blob_bytes(member: str) -> int:
+    return NPY_HEADER + 2 * prod(LAYOUT.shapes[member])
 
 
 def opened(folder: Path, layout: Layout = LAYOUT) -> ShardSet:
@@ -40,7 +47,7 @@ def opened(folder: Path, layout: Layout = LAYOUT) -> ShardSet:
 def position(member: str, sample: int = 1) -> int:
     """Where the tar header of a member begins within its shard. Its content begins BLOCK behind."""
     before = MEMBERS[: MEMBERS.index(member)] if member in MEMBERS else ()
-    sizes = [1, *(LAYOUT.blob_bytes[name] for name in before)]  # the json fills one block
+    sizes = [1, *(blob_bytes(name) for name in before)]  # the json fills one block
     begins = sum(BLOCK - (-size // BLOCK) * BLOCK for size in sizes)
     return sample * LAYOUT.stride + (begins if member in MEMBERS else 0)
 

@@ -150,7 +150,7 @@ def test_a_shard(shard, data):
 
 
 def require_as_tarfile_reads(stored: shards.ShardSet, index: int, content: bytes) -> None:
-    rows = shard_damage.LAYOUT.rows()
+    rows = shard_damage.LAYOUT.arrays()
     meta = stored.read(index, rows)
     stride = shard_damage.LAYOUT.stride
     with tarfile.open(fileobj=io.BytesIO(content[index * stride : (index + 1) * stride])) as archive:

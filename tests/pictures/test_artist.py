@@ -66,7 +66,7 @@ def test_few_samples_are_looked_at_for_captions(artist_of):
     looked = []
 
     class Samples(list):
-        layout = SimpleNamespace(rows=dict)
+        layout = SimpleNamespace(arrays=dict)
 
         def read(self, sample: int, rows: dict) -> SimpleNamespace:
             looked.append(sample)

@@ -45,7 +45,7 @@ def stored(folder: Path) -> list[tuple[shards.Meta, dict[str, torch.Tensor]]]:
     found = opened(folder)
     samples = []
     for i in range(len(found)):
-        rows = LAYOUT.rows()
+        rows = LAYOUT.arrays()
         meta = found.read(i, rows)
         samples.append((meta, {name: torch.from_numpy(shards.from_bf16_bits(bits)) for name, bits in rows.items()}))
     return samples

@@ -165,11 +165,11 @@ def struck(key: str, strike) -> Iterator[None]:
     """Writing the sample of this key goes wrong."""
     add = shards.add
 
-    def write(file, own, *given):
-        if own == key:
+    def write(file, meta, members):
+        if meta.key == key:
             strike()
         time.sleep(0.01)
-        add(file, own, *given)
+        add(file, meta, members)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "add", write)
@@ -219,7 +219,7 @@ def test_sources_that_are_damaged_or_of_another_model_are_refused_before_anythin
     write = partial(write_arrow, train / FIRST)
     cases = [
         *((partial((train / FIRST).write_bytes, content), "is truncated") for content in (*cut, whole + bytes(8))),
-        *((partial(write, [rows()[0] | {"t5_encodings": blob}]), "row 0: t5_encodings (") for blob in BLOBS),
+        *((partial(write, [rows()[0] | {"t5_encodings": blob}]), "row 0: t5 is no .npy file") for blob in BLOBS),
         (partial(write, rows(1), None, schema(without=("clip_encodings",))), "want one column clip_encodings of bin"),
         (partial(write, [rows()[0] | step]), "row 0: timestep 3, want none; is this the train"),
         ((train / FIRST).unlink, "holds 1 files data-*.arrow, which are not all of one set; download all"),
@@ -236,7 +236,7 @@ def test_what_is_wrong_behind_the_first_row_ends_the_conversion(train, val, outp
     content = (train / SECOND).read_bytes()
     place = content.index(rows()[-2]["mean"])
     (train / SECOND).write_bytes(content[:place] + b"\x00" + content[place + 1 :])
-    assert f"{train / SECOND}, row 11: mean (" in refused(train, output)
+    assert f"{train / SECOND}, row 11: mean is no .npy file" in refused(train, output)
     for timestep in (None, 8):
         write_arrow(val / "data-00000-of-00001.arrow", [*rows(9, "val"), rows(1)[0] | {"timestep": timestep}])
         assert f"row 9: timestep {timestep}, want 0 to 7; is this the val" in refused(val, output / "1", "val")

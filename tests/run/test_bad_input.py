@@ -46,7 +46,7 @@ REQUESTS = {
     "--data.val=/no/such/folder": ["/no/such/folder", "does not exist", "data.val"],
     "--data.val=/no/such\nfolder": ["/no/such", "folder", "does not exist"],
     "--data.empty=/no/such/folder": ["/no/such/folder/t5_empty.npy"],
-    "--model.t5_dim=30": ["shard_000000.tar", "want uint16 (9, 30)"],
+    "--model.t5_dim=30": ["t5_empty.npy", "float32 (9, 30)"],
     "--model.text_tokens=40": ["shard_000000.tar", "made for another model", "'t5': (40, 28)"],
 }
 

@@ -1,5 +1,7 @@
 """The golden values that need no data: words, draws, orders, rates, initial weights and rotations, at full size too."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -27,7 +29,7 @@ def draws(cfg: Config) -> Values:
             start=about["first"],
         )
     values["draws.uniform"] = rng.uniform(values["draws.words.1"])
-    values["draws.normal"] = rng.normal(values["draws.words.1"])
+    values["draws.normal"] = rng.normal(values["draws.words.1"]).astype(np.float32)
     values["draws.name_key"] = np.array(rng.name_key("img_in.weight"), np.uint64)
 
     seed = cfg.train.seed
@@ -37,12 +39,18 @@ def draws(cfg: Config) -> Values:
     samples = range(about["count"])
     values["draws.order.0"] = rng.order(seed, 0, len(samples))
     values["draws.order.1"] = rng.order(seed, 1, len(samples))
-    drawn = [rng.train_draw(seed, epoch, i, shape, cfg.train.caption_drop) for i in samples]
+    drawn = [rng.train_draw(cfg.train, epoch, i, shape) for i in samples]
     values |= drops_and_times("draws", drawn)
     for name in ("draws.t.shift", "draws.t.logit_normal", "draws.t.logit_normal_shift"):
         about = places.inputs_of(name)
-        distribution = rng.TimeDistribution(about["timestep"], about["mean"], about["width"], about["shift"])
-        other = [rng.train_draw(seed, epoch, i, (2,), 0.0, distribution) for i in samples]
+        train = replace(
+            cfg.train,
+            timestep=about["timestep"],
+            timestep_mean=about["mean"],
+            timestep_width=about["width"],
+            timestep_shift=about["shift"],
+        )
+        other = [rng.train_draw(train, epoch, i, (2,)) for i in samples]
         values[name] = np.array([draw.t for draw in other], np.float32)
 
     about = places.inputs_of("draws.val_noise")
@@ -67,7 +75,7 @@ def full_draws(given: Values) -> Values:
     for position in given["full.positions"].tolist():
         epoch, i = divmod(position, TRAIN_SAMPLES)
         sample = int(orders[epoch][i])
-        draw = rng.train_draw(FULL_SEED, epoch, sample, (2,), Config().train.caption_drop)
+        draw = rng.train_draw(replace(Config().train, seed=FULL_SEED), epoch, sample, (2,))
         samples.append(sample)
         drawn.append(draw)
     return {"full.sample": np.array(samples)} | drops_and_times("full", drawn)

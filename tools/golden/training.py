@@ -82,7 +82,7 @@ def batches(cfg: Config, rank: int, size: int, first: int) -> Iterator[tuple[Val
             for position in data.rank_slice(cfg, number, rank, size):
                 epoch, i = divmod(position, cfg.data.train_count)
                 sample = int(rng.order(train.seed, epoch, cfg.data.train_count)[i])
-                draw = rng.train_draw(train.seed, epoch, sample, (2,), train.caption_drop)
+                draw = rng.train_draw(train, epoch, sample, (2,))
                 rows["epoch"].append(epoch)
                 rows["sample"].append(sample)
                 rows["drop"].append(draw.drop_caption)

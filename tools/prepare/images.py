@@ -80,7 +80,7 @@ class Maker:
                         written[split] = stack.enter_context(shards.new_shard(path))
                     own = {kind: bits[i] for kind, bits in members.items()}
                     key = shards.key_of(f"{split}_{number:06d}", count)
-                    shards.add(written[split], key, own, caption=captions[i])
+                    shards.add(written[split], shards.Meta(key, caption=captions[i]), own)
                     count += 1
         files.write_whole(_done(self.folder, number), "".join(rejected))
         return longer
@@ -140,7 +140,7 @@ def _finish(folder: Path, layout: shards.Layout) -> str:
     val = _stored(folder, "val", layout)
     files.remove(root / "val")
     if len(val):
-        shards.write(root / "val", _in_turns(val), "val")
+        shards.write(root / "val", _in_turns(val))
     rejected = len(rows.splitlines())
     return f"{len(train):,} training and {len(val):,} validation samples; {rejected:,} rejected, see rejected.tsv"
 
@@ -150,13 +150,13 @@ def _stored(folder: Path, split: str, layout: shards.Layout) -> shards.ShardSet:
     return shards.ShardSet(place if any(place.iterdir()) else "", layout)
 
 
-def _in_turns(val: shards.ShardSet) -> Iterator[shards.Sample]:
+def _in_turns(val: shards.ShardSet) -> Iterator[tuple[shards.Meta, shards.Arrays]]:
     """The samples of validation, each with its timestep."""
     val.open()
     for index in range(len(val)):
-        rows = val.layout.rows()
-        caption = val.read(index, rows).caption
-        yield shards.Sample(rows, index % TIMESTEPS, caption)
+        arrays = val.layout.arrays()
+        caption = val.read(index, arrays).caption
+        yield shards.Meta(shards.key_of("val", index), index % TIMESTEPS, caption), arrays
 
 
 def _made_from(args: argparse.Namespace, model: ModelConfig, listed: list[str]) -> dict:

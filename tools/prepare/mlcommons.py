@@ -19,7 +19,7 @@ from flux_ref import shards
 from flux_ref.errors import Refusal, one_line
 from flux_ref.progress import progress
 from flux_ref.schedule import TIMESTEPS
-from flux_ref.shards import NPY_HEADER, PER_SHARD, Layout
+from flux_ref.shards import PER_SHARD, Layout, Meta
 from tools.prepare import job
 
 COLUMNS = {  # of each member
@@ -78,14 +78,10 @@ def read_row(table, row: int, split: str, layout: Layout, path: Path) -> Row:
         except (KeyError, AttributeError):
             columns = ", ".join(f"{field.name} ({field.type})" for field in table.schema)
             raise Refusal(f"{path}: want one column {column} of binary; the columns are {columns}") from None
-        head = bytes(blob[:NPY_HEADER])
-        if len(blob) != layout.blob_bytes[member] or head != layout.npy_headers[member]:
-            raise Refusal(
-                f"{where}: {column} ({len(blob)} bytes, {head.strip()!r}) is no .npy file of uint16"
-                f" {layout.shapes[member]} in C order; download it again, or give the --config of its model"
-            )
-        bits = np.frombuffer(blob, np.uint16, offset=NPY_HEADER)
-        members[member] = bits.reshape(layout.shapes[member])
+        try:
+            members[member] = layout.numbers(member, blob)
+        except ValueError as error:
+            raise Refusal(f"{where}: {error}; download it again, or give the --config of its model") from None
     return members, timestep
 
 
@@ -150,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
                 with shards.new_shard(path) as file:
                     found = read_rows(counts, wanted[path], split, layout)
                     for index, (members, timestep) in zip(wanted[path], found):
-                        shards.add(file, shards.key_of(split, index), members, timestep)
+                        shards.add(file, Meta(shards.key_of(split, index), timestep), members)
                         advance(1)
 
             job.each(write_shard, wanted, THREADS, bar)

@@ -50,7 +50,7 @@ class Report:
 def look(path: Path, advance: job.Advance, fast: bool, layout: Layout) -> Report:
     """Read a shard's samples. fast: the first and last one only. advance: is given the bytes that were read."""
     report = Report()
-    rows = layout.rows()
+    rows = layout.arrays()
     try:
         shard = Shard(path, layout)
         shard.open()
@@ -66,7 +66,6 @@ def look(path: Path, advance: job.Advance, fast: bool, layout: Layout) -> Report
             except BadSample as error:
                 report.problems.append(str(error))
             advance(layout.stride)
-        shard.require_end()
     except (Refusal, OSError) as error:
         report.problems.append(str(error))
     return report
