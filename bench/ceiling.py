@@ -53,8 +53,8 @@ class Product:
 def products(model: ModelConfig, micro_batch: int) -> list[Product]:
     """The products of every linear layer of the blocks that sees tokens; modulation sees one vector and is left out."""
     counts: Counter[tuple[str, str, int, int, int]] = Counter()
-    for layer in layers(model).values():
-        in_block = layer.name.split(".", 2)[2]
+    for name, layer in layers(model).items():
+        in_block = name.split(".", 2)[2]
         counts.update((in_block, kind, *sizes) for kind, sizes in layer.sizes(micro_batch).items())
     return [Product(*found, count) for found, count in counts.items()]
 

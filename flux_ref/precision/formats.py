@@ -6,6 +6,7 @@ arXiv 2509.25149, appendix C; E4M3 and E5M2 also arXiv 2209.05433.
 """
 
 import math
+import re
 from dataclasses import dataclass
 
 PRODUCTS = ("forward", "grad_input", "grad_weight")  # of a linear, see policy.py
@@ -68,12 +69,9 @@ class Side:
     hadamard: int = 0  # size of the transform; 0: none
     delayed: bool = False  # the scale comes from earlier steps in training (hooks.py)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether a product of FP8 matrix units can take the side: one scale, rounded to nearest."""
-        return not (self.scaling.columns or self.stochastic or self.hadamard)
 
-
+# Input, weight and gradient are each cast once, with one scale: the two products of a tensor name the same side.
+WHOLE = re.compile(r"(e4m3\w*) x e4m3, (e4m3\w*|e5m2\w*) x e4m3, (\2 x \1|bf16 x bf16)")  # the three products
 Pair = tuple[Side | None, Side | None]  # left and right; None: bf16
 Products = dict[str, Pair]  # of a linear, by product
 SIDES = {
@@ -99,19 +97,10 @@ def format_pair(pair: Pair) -> str:
 
 
 def way(products: Products) -> str:
-    """How a linear multiplies: "plain", "tensor" or "blocks" (linear.py).
-
-    "tensor": input, weight and gradient are each cast once. So the two products of a tensor name the same side.
-    """
-    x, w = products["forward"]
-    gradient, again = products["grad_input"]
+    """How a linear multiplies: "plain", "tensor" or "blocks" (linear.py)."""
     if not any(map(any, products.values())):
         return "plain"
-    if not (x and w and gradient):
-        return "blocks"
-    is_whole = x.is_whole and w.is_whole and gradient.is_whole and x.form == w.form == E4M3
-    shares = w == again and products["grad_weight"] in ((gradient, x), (None, None))
-    return "tensor" if is_whole and shares else "blocks"
+    return "tensor" if WHOLE.fullmatch(", ".join(map(format_pair, products.values()))) else "blocks"
 
 
 def is_delayed(products: Products) -> bool:

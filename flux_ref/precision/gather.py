@@ -62,7 +62,7 @@ class Gathered:
 
 def install(net: nn.Module, cfg: Config) -> None:
     """Make FSDP2 gather the linears whose weights are e4m3 in all stages as codes. Call it once the net has weights."""
-    names = policy.layers_gathered_in_fp8(cfg).values()
+    names = policy.layers_gathered_in_fp8(cfg)
     linears = [one for one in net.modules() if isinstance(one, PolicyLinear) and one.layer in names]
     if not linears:
         return

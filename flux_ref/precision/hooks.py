@@ -7,6 +7,7 @@ exact and needs neither state nor communication.
 Source: delayed scaling as NVIDIA's Transformer Engine documents it.
 """
 
+import math
 from collections import Counter
 
 import torch
@@ -18,7 +19,7 @@ from flux_ref.model import Flux
 from flux_ref.precision import fp8, gather, linear, policy
 from flux_ref.precision.blocks import Draws, kernel
 from flux_ref.precision.casts import scale_of_magnitude
-from flux_ref.precision.formats import is_delayed, way
+from flux_ref.precision.formats import format_pair, is_delayed, way
 from flux_ref.precision.fp8 import NOTHING, Remembered, agreed_magnitudes, keep_scales
 from flux_ref.precision.linear import PolicyLinear
 from flux_ref.ranks import World
@@ -39,24 +40,23 @@ class Precision(Arithmetic):
         """Raises: Refusal for a policy that cannot be."""
         super().__init__(cfg)
         self.stages = policy.stages(cfg)
-        self.phases = self._phases()
+        self.switches = {stage.first: stage.preset for stage in self.stages[1:]}
+        self.ways = self._ways()
+        self.phases = tuple(self.ways)
         self.remembering = policy.layers_with_delayed_scales(cfg)
-        if any(stage.is_low for stage in self.stages):
-            self.compiler = {"max_pointwise_cat_inputs": 0}  # transposed codes are written where they belong
+        self.compiler = {"max_pointwise_cat_inputs": 0}  # transposed codes are written where they belong
         self.chosen = -1
 
-    def _phases(self) -> tuple[int, ...]:
-        found = set()
-        for stage in self.stages:
-            found.add(stage.first)
+    def _ways(self) -> dict[int, tuple[policy.Stage, bool]]:
+        """By the first step of each phase: its stage, and whether delayed sides take remembered scales."""
+        found = {}
+        ends = [*self.switches, math.inf]
+        for stage, end in zip(self.stages, ends):
+            found[stage.first] = (stage, False)
             filled = stage.first + self.cfg.precision.dynamic_steps
-            if self.stage(filled) is stage and any(map(is_delayed, stage.pairs.values())):
-                found.add(filled)
-        return tuple(sorted(found))
-
-    def stage(self, step: int) -> policy.Stage:
-        """The stage that a training step belongs to."""
-        return [stage for stage in self.stages if stage.first <= step][-1]
+            if filled < end and any(map(is_delayed, stage.pairs.values())):
+                found[filled] = (stage, True)
+        return found
 
     def require(self, rows: int) -> None:
         policy.require_rows(self.cfg, rows)
@@ -73,25 +73,25 @@ class Precision(Arithmetic):
     def find(self, net: nn.Module, device: torch.device) -> None:
         """Take the converted linears of a net and give them what training needs."""
         self.linears = [module for module in net.modules() if isinstance(module, PolicyLinear)]
-        self._give_memories(device)
-        self._give_draws(device)
-        self.reset()
-
-    def _give_memories(self, device: torch.device) -> None:
-        """Where linears with delayed sides note magnitudes and read scales: for each its input, then its gradient."""
         self.owners = [one for one in self.linears if one.layer in self.remembering]
-        lengths = [length for one in self.owners for length in (fp8.SLICES, one.out_features)]
-        largest = [torch.finfo(dtype).max for one in self.owners for dtype in (one.arith.forward, one.arith.gradient)]
-        self.amaxes = [torch.zeros(length, device=device) for length in lengths]
-        self.scales = [(torch.ones((), device=device), torch.ones((), device=device)) for _ in lengths]
+        self._give_draws(device)
+        self.amaxes = []
+        self.scales = []
+        largest = []
+        for one in self.owners:
+            for length, dtype in ((fp8.SLICES, one.arith.forward), (one.out_features, one.arith.gradient)):
+                self.amaxes.append(torch.zeros(length, device=device))
+                self.scales.append((torch.ones((), device=device), torch.ones((), device=device)))
+                largest.append(torch.finfo(dtype).max)
         self.largest = torch.tensor(largest, device=device)
-        self.history = torch.zeros(len(lengths), self.cfg.precision.history, device=device)
+        self.history = torch.zeros(len(largest), self.cfg.precision.history, device=device)
+        self.reset()
 
     def _give_draws(self, device: torch.device) -> None:
         """Tell each linear what its chances depend on. `begin` and forward write the step and the sample in place."""
         self.step, self.sample = torch.zeros(2, dtype=torch.int64, device=device).unbind()
         seed = torch.tensor(self.cfg.train.seed, device=device)
-        names = [layer.name for layer in policy.layers(self.cfg.model).values()]
+        names = list(policy.layers(self.cfg.model))
         for one in self.linears:
             one.draws = Draws(seed, self.step, self.sample, torch.tensor(names.index(one.layer), device=device))
 
@@ -101,16 +101,13 @@ class Precision(Arithmetic):
         if (phase := self.phase(step)) == self.chosen:
             return
         self.chosen = phase
-        stage = self.stage(step)
+        stage, is_filled = self.ways[phase]
         for one in self.linears:
             one.take(stage.pairs[one.layer])
-        is_filled = step >= stage.first + self.cfg.precision.dynamic_steps
         memories = [Remembered(amax, scales if is_filled else None) for amax, scales in zip(self.amaxes, self.scales)]
         for one, of_input, of_grad in zip(self.owners, memories[0::2], memories[1::2]):
             # A stage without delayed sides notes nothing: a run computes the same whether or not later ones are known.
-            notes = is_delayed(one.pairs)
-            one.of_input = of_input if notes else NOTHING
-            one.of_grad = of_grad if notes else NOTHING
+            one.of_input, one.of_grad = (of_input, of_grad) if is_delayed(one.pairs) else (NOTHING, NOTHING)
 
     def _before_forward(self, net: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """Note which samples of the global batch a micro-batch holds. The rows of a step are counted on the host."""
@@ -156,17 +153,18 @@ class Precision(Arithmetic):
         arch = fp8.architecture(device) if self.cfg.precision.native else ""
         validation = "as in training, with dynamic scales" if self.cfg.precision.eval else self.cfg.parallel.dtype
         lines = [f"{', then '.join(stage.preset for stage in self.stages)}; validation {validation}"]
-        kernels: Counter[str] = Counter()
         for stage in self.stages:
             lines.append(f"  from {stage.first * self.cfg.train.global_batch:,} samples on: {stage.preset}")
-            lines += [f"    {count:>4} {product}: {sides}" for (product, sides), count in stage.counts.items()]
-            for layer in policy.layers(self.cfg.model).values():
-                pairs = stage.pairs[layer.name]
-                cast = [name for name in pairs if way(pairs) == "blocks" and any(pairs[name])]
-                kernels.update(kernel(arch, pairs[name], layer.sizes(rows)[name]) or "emulated" for name in cast)
-        counts = ", ".join(f"{count} {name}" for name, count in kernels.items())
-        return [*lines, f"  kernels of blocks, all stages: {counts}"] if counts else lines
+            counts: Counter[str] = Counter()
+            for name, layer in policy.layers(self.cfg.model).items():
+                products = stage.pairs[name]
+                for product, sizes in layer.sizes(rows).items():
+                    text = f"{product}: {format_pair(products[product])}"
+                    if way(products) == "blocks" and any(products[product]):
+                        text += f" ({kernel(arch, products[product], sizes) or 'emulated'})"
+                    counts[text] += 1
+            lines += [f"    {count:>4} {text}" for text, count in counts.items()]
+        return lines
 
     def switched(self, step: int) -> str:
-        stage = self.stage(step)
-        return stage.preset if step and stage.first == step else ""
+        return self.switches.get(step, "")

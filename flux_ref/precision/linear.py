@@ -11,7 +11,6 @@ Without gradients (validation, pictures) every scale comes from the tensor itsel
 The loss then depends on weights and data alone.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import cast
 
@@ -31,7 +30,7 @@ from flux_ref.precision.fp8 import NOTHING, Codes, Fp8Matmul
 class PolicyLinear(nn.Linear):
     """A linear whose parameters keep their names, shapes and dtype, and whose products are those of a policy.
 
-    layer: its name in rules.
+    layer: its name in the net, by which a policy knows it.
     pairs: the sides of its products. way: plain, tensor or blocks, see above.
     arch: of the device, "" without native products.
     gathered: the weight in FP8; None where the weight itself is gathered. gather.py sets it.
@@ -84,20 +83,17 @@ class PolicyLinear(nn.Linear):
     def _in_fp8(self, parts: tuple[Tensor, ...], widths: Sequence[int]) -> list[Tensor]:
         gradient, _ = self.pairs["grad_input"]
         is_e4m3 = gradient and gradient.form == E4M3
-        # Equal neighbours are one part for the product: queries, keys and values. Kernels for each would be small.
-        groups = [list(group) for _, group in itertools.groupby(widths)]
         results = Fp8Matmul.apply(
             self.weight,
             self.bias,
             self.gathered,
             self.arith._replace(gradient=self.arith.forward) if is_e4m3 else self.arith,
             any(self.pairs["grad_weight"]),
-            [sum(group) for group in groups],
+            widths,
             *((self.of_input, self.of_grad) if torch.is_grad_enabled() else (NOTHING, NOTHING)),
             *(part.flatten(0, -2) for part in parts),
         )
-        results = [result.unflatten(0, parts[0].shape[:-1]) for result in results]
-        return [piece for result, group in zip(results, groups) for piece in result.chunk(len(group), dim=-1)]
+        return [result.unflatten(0, parts[0].shape[:-1]) for result in results]
 
 
 class PartsBlock(nn.Module):
@@ -115,7 +111,10 @@ class PartsBlock(nn.Module):
     def __init__(self, block: SingleBlock):
         super().__init__()
         self.heads = block.heads
-        self.widths = block.widths
+        self.widths = (
+            sum(block.widths[:3]),
+            block.widths[3],
+        )  # queries, keys and values, for which one kernel is enough
         for name, module in block.named_children():
             self.add_module(name, module)
 
@@ -123,7 +122,8 @@ class PartsBlock(nn.Module):
         """As model.SingleBlock.forward."""
         shift_B1D, scale_B1D, gate_B1D = self.modulation(vec_BD)
         x = model.modulate(x_BSD, shift_B1D, scale_B1D)
-        q_BSD, k_BSD, v_BSD, inner_BSM = self.linear1.in_parts((x,), self.widths)
+        qkv_BS3D, inner_BSM = self.linear1.in_parts((x,), self.widths)
+        q_BSD, k_BSD, v_BSD = qkv_BS3D.chunk(3, dim=-1)
         heads = self.heads
         q_BSHK, k_BSHK = self.norm(model.split_heads(q_BSD, heads), model.split_heads(k_BSD, heads), rope_SR2)
         attended_BSD = model.attention(q_BSHK, k_BSHK, model.split_heads(v_BSD, heads))
@@ -135,10 +135,10 @@ def convert(net: Flux, cfg: Config, arch: str) -> None:
 
     arch: of the device (fp8.architecture). Blocks that no stage casts stay as they are. Raises: Refusal.
     """
-    for module, layer in policy.layers(cfg.model).items():
-        if any(way(stage.pairs[layer.name]) != "plain" for stage in policy.stages(cfg)):
-            linear = cast(nn.Linear, net.get_submodule(module))
-            net.set_submodule(module, PolicyLinear(linear, layer.name, cfg, arch))
+    for name in policy.layers(cfg.model):
+        if any(way(stage.pairs[name]) != "plain" for stage in policy.stages(cfg)):
+            linear = cast(nn.Linear, net.get_submodule(name))
+            net.set_submodule(name, PolicyLinear(linear, name, cfg, arch))
     for i, block in enumerate(net.single_blocks):
         if isinstance(block.linear1, PolicyLinear) and isinstance(block.linear2, PolicyLinear):
             net.single_blocks[i] = PartsBlock(cast(SingleBlock, block))

@@ -17,7 +17,7 @@ def config(preset: str, **keys: object) -> Config:
 def low(linear: nn.Linear, preset: str = "fp8", arch: str = "cpu", **keys: object) -> PolicyLinear:
     """A linear under a preset, with what training gives it."""
     cfg = config(preset, dynamic_steps=0, **keys)
-    found = PolicyLinear(linear.bfloat16(), "single.0.linear1", cfg, arch)
+    found = PolicyLinear(linear.bfloat16(), "single_blocks.0.linear1", cfg, arch)
     Precision(cfg).find(found, linear.weight.device)
     return found
 
@@ -41,5 +41,6 @@ class Net(nn.Module):
             encode(linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v, inner = self.split.in_parts([self.one(x).relu()], (32, 32, 32, 64))
+        qkv, inner = self.split.in_parts([self.one(x).relu()], (96, 64))
+        q, k, v = qkv.chunk(3, dim=-1)
         return self.join(torch.maximum(q, k).minimum(v.abs()), inner.relu())  # exact, so compilers give the same bits

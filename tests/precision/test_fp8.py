@@ -65,7 +65,7 @@ def test_a_linear_and_its_gradients_are_close_to_fp64_without_torchs_own_product
 def test_a_history_keeps_the_newest_magnitudes_and_sets_the_next_scale(world, monkeypatch):
     """The largest of a step's micro-batches counts; 0 and infinity leave history and scale as they were."""
     cfg = fp8_net.config("fp8_delayed", history=2, dynamic_steps=1)
-    linear = PolicyLinear(nn.Linear(32, 16).bfloat16(), "single.0.linear1", cfg, "cpu")
+    linear = PolicyLinear(nn.Linear(32, 16).bfloat16(), "single_blocks.0.linear1", cfg, "cpu")
     state = Precision(cfg)
     state.find(linear, torch.device("cpu"))
     taken = []

@@ -47,7 +47,12 @@ def test_a_run_that_stops_before_at_or_after_its_switches_goes_on_bit_for_bit(wo
         runs[one] = losses, everything(state)
     precision = state.arithmetic
     assert precision.phases == (0, 4, 5, 6), "no phase lies beyond its stage"
-    assert [precision.stage(step).preset for step in (0, 3, 4, 9)] == [preset, preset, "fp8_delayed", "bf16"]
+    assert [precision.ways[precision.phase(step)][0].preset for step in (0, 3, 4, 9)] == [
+        preset,
+        preset,
+        "fp8_delayed",
+        "bf16",
+    ]
     assert runs[never][0][:4] == runs[cfg][0][:4] and runs[never][0][4:] != runs[cfg][0][4:]
     saved = {one: checkpoint.list_checkpoints(Path(one.run.dir)) for one in runs}
     for one, path in ((never, saved[cfg][0]), (cfg, saved[never][0]), *((cfg, path) for path in saved[cfg])):

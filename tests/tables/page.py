@@ -122,7 +122,7 @@ def operations() -> Iterator[list[object]]:
     """The arithmetic of every matrix product and attention of the net."""
     for op in flops.operations(BENCHMARK.model):
         figures = [f"{figure / GFLOP:.4g}" for figure in (op.forward, op.backward)]
-        yield [f"{op.part}: {op.name}", op.times, op.rows, *figures]
+        yield [f"`{op.name}`", op.times, op.rows, *figures]
 
 
 def sent() -> Iterator[list[object]]:

@@ -14,7 +14,7 @@ from tools.golden import places
 from tools.golden.files import Values
 from tools.golden.forward import Recorded, Tensors, given_tensors, named, passed, plain
 
-LAYER = "single.0.linear1"  # as a policy names a linear; any will do
+LAYER = "single_blocks.0.linear1"  # as a policy names a linear; any will do
 KEPT = re.compile(
     r"time_waves|rope|vec|(double|single)_blocks\.\d+(\.img|\.txt)?|(double|single)_blocks\.0\.attention\.q"
     r"|x_t|prediction|loss.*|grad\.norms"
