@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bench import common
 from bench.common import END, Clock
-from flux_ref import config, errors, flow, sharding, weights
+from flux_ref import config, errors, flow, sharding
 from flux_ref.arithmetic import DTYPES
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import Batch, allocate, synthetic
@@ -28,6 +28,7 @@ from flux_ref.errors import Fault, Refusal
 from flux_ref.latents import image_positions
 from flux_ref.model import Flux
 from flux_ref.ranks import World
+from tools.export import diffusers_config
 
 
 class OurFlux(Flux):
@@ -45,7 +46,7 @@ class DiffusersFlux(nn.Module):
         super().__init__()
         import diffusers
 
-        self.net = diffusers.FluxTransformer2DModel.from_config(weights.diffusers_config(model))
+        self.net = diffusers.FluxTransformer2DModel.from_config(diffusers_config(model))
         self.model = model
         self.double_blocks = self.net.transformer_blocks
         self.single_blocks = self.net.single_transformer_blocks

@@ -11,9 +11,7 @@ from flux_ref.files import whole
 TRAIN = "#6e96cd"
 VAL = "#c84628"
 GOAL = "#3c8c46"
-# Pixels of the picture, and of the edges of the chart in it.
-WIDTH = 900
-HEIGHT = 520
+# Pixels of the edges of the chart in the picture.
 LEFT = 80
 TOP = 50
 RIGHT = 860
@@ -41,7 +39,7 @@ def span(curves: Sequence[Curve], target: float = 0.0) -> tuple[float, float]:
 
 def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
     """Save losses over training samples as a PNG. target: 0 for none. Losses above the range lie on its upper edge."""
-    image = Image.new("RGB", (WIDTH, HEIGHT), "white")
+    image = Image.new("RGB", (900, 520), "white")
     pen = ImageDraw.Draw(image)
     pen.font = ImageFont.load_default(size=15)
     most = max([samples for samples, _ in (*train, *val)], default=0) or 1

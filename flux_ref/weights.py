@@ -16,7 +16,6 @@ from flux_ref import checkpoint, config_file, ranks, tensors
 from flux_ref.checkpoint import Checkpoint
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.files import read_json
 from flux_ref.model import parameter_table
 from flux_ref.optim import EMA
 from flux_ref.sharding import ShardedFlux, local_rows, named_parameters
@@ -117,26 +116,6 @@ def diffusers_table(model: ModelConfig) -> Shapes:
     }
 
 
-def diffusers_config(model: ModelConfig) -> dict:
-    """The architecture as diffusers' config.json states it. Raises: Refusal for numbers that it has no place for."""
-    for key, only in (("mlp_ratio", 4), ("rope_theta", 10_000)):
-        if getattr(model, key) != only:
-            raise Refusal(f"diffusers' FLUX has model.{key}={only} only, these weights have {getattr(model, key)}")
-    return {
-        "_class_name": "FluxTransformer2DModel",
-        "attention_head_dim": model.head_dim,
-        "axes_dims_rope": list(model.rope_axes),
-        "guidance_embeds": False,
-        "in_channels": model.packed_channels,
-        "joint_attention_dim": model.t5_dim,
-        "num_attention_heads": model.heads,
-        "num_layers": model.double_blocks,
-        "num_single_layers": model.single_blocks,
-        "patch_size": 1,
-        "pooled_projection_dim": model.clip_dim,
-    }
-
-
 # Values
 
 
@@ -217,12 +196,10 @@ def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Sourc
 
 
 def _of_files(path: Path, model: ModelConfig) -> Source:
-    paths = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    files, shapes, metadata = headers(paths)
+    files, shapes, metadata = headers([path] if path.is_file() else sorted(path.glob("*.safetensors")))
     table = parameter_table(model)
     parts = whole_parts(table)
     if any("transformer_blocks." in name for name in shapes):  # each of diffusers' files has some
-        require_config(paths[0].with_name("config.json"), model)
         table = diffusers_table(model)
         parts = diffusers_parts(model)
     tensors.require_fit(shapes, table, f"weights {path}")
@@ -232,17 +209,6 @@ def _of_files(path: Path, model: ModelConfig) -> Source:
 
     # Others write anything into metadata.
     return Source(path, stored, parts, metadata if metadata.get("trained_by") == TRAINER else {})
-
-
-def require_config(path: Path, model: ModelConfig) -> None:
-    """Refuse a config.json of diffusers, where there is one, that is another model's. Raises: Refusal.
-
-    Shapes do not show all: files of other heads may fit.
-    """
-    content = read_json(path, "diffusers' config") if path.exists() else {}
-    for key, value in diffusers_config(model).items():
-        if content.get(key, value) != value:
-            raise Refusal(f"{path} is another model's, its {key} is {content[key]}; give the right --config")
 
 
 def headers(paths: list[Path]) -> tuple[dict[str, Path], Shapes, dict[str, str]]:

@@ -19,13 +19,33 @@ from safetensors.torch import save_file
 from flux_ref import errors, files, weights
 from flux_ref.arithmetic import DTYPES
 from flux_ref.config import ModelConfig
-from flux_ref.errors import Options
+from flux_ref.errors import Options, Refusal
 from flux_ref.model import parameter_table
 from flux_ref.optim import EMA
 from flux_ref.progress import progress
 from flux_ref.weights import TRAINER, Source
 
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
+
+
+def diffusers_config(model: ModelConfig) -> dict:
+    """The architecture as diffusers' config.json states it. Raises: Refusal for numbers that it has no place for."""
+    for key, only in (("mlp_ratio", 4), ("rope_theta", 10_000)):
+        if getattr(model, key) != only:
+            raise Refusal(f"diffusers' FLUX has model.{key}={only} only, these weights have {getattr(model, key)}")
+    return {
+        "_class_name": "FluxTransformer2DModel",
+        "attention_head_dim": model.head_dim,
+        "axes_dims_rope": list(model.rope_axes),
+        "guidance_embeds": False,
+        "in_channels": model.packed_channels,
+        "joint_attention_dim": model.t5_dim,
+        "num_attention_heads": model.heads,
+        "num_layers": model.double_blocks,
+        "num_single_layers": model.single_blocks,
+        "patch_size": 1,
+        "pooled_projection_dim": model.clip_dim,
+    }
 
 
 def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: torch.dtype) -> None:
@@ -43,7 +63,7 @@ def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: to
         file = partial
         if layout == "diffusers":
             parts = weights.bfl_parts(model)
-            config = weights.diffusers_config(model)
+            config = diffusers_config(model)
             partial.mkdir()
             (partial / "config.json").write_text(json.dumps(config, indent=2))
             file = partial / DIFFUSERS_FILE

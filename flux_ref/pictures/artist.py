@@ -25,7 +25,7 @@ LOOKED_AT = 16  # samples for each different caption that is wanted
 class Artist:
     """Draws the same captions by one net after another.
 
-    captions: what is drawn. encoded: {"t5", "clip"} of each as bf16 bits. empty: of the empty caption, for guidance.
+    captions: what is drawn. encoded: [t5_TE, clip_V] of each in bf16. empty: of the empty caption, for guidance.
     """
 
     def __init__(self, cfg: Config, world: World, vae: Path):
@@ -34,8 +34,8 @@ class Artist:
         self.world = world
         self.dtype = DTYPES[cfg.parallel.dtype]
         self.captions: list[str] = []
-        self.encoded: list[Arrays] = []
-        self.empty: Arrays = {}
+        self.encoded: list[list[Tensor]] = []
+        self.empty: list[Tensor] = []
         self.autoencoder: Any = None
         with ranks.agreed():
             if world.rank == 0 and cfg.data.kind != "shapes":
@@ -47,17 +47,17 @@ class Artist:
         At most LOOKED_AT samples for each caption are looked at, so there may be fewer.
         """
         count = self.cfg.sample.count
-        found: dict[str, Arrays] = {}
+        found: dict[str, list[Tensor]] = {}
         for number in range(min(len(samples), LOOKED_AT * count)):
             arrays = samples.layout.arrays()
             meta = samples.read(number, arrays)
-            found.setdefault(meta.caption or meta.key, arrays)
+            found.setdefault(meta.caption or meta.key, _texts(arrays))
             if len(found) == count:
                 break
         self.captions = list(found)
         self.encoded = list(found.values())
         if self.cfg.sample.guidance != 1.0:
-            self.empty = shards.read_empty(config.empty_dir(self.cfg), samples.layout)
+            self.empty = _texts(shards.read_empty(config.empty_dir(self.cfg), samples.layout))
 
     def take_prompts(self, prompts: list[str], home: Path, at: Callable[[str], None]) -> None:
         """Draw prompts, encoded as a data set has them. home: the folder of the encoders. Raises: Refusal.
@@ -68,13 +68,13 @@ class Artist:
         self.captions = prompts
         if self.cfg.data.kind == "shapes":
             for text in (*prompts, ""):
-                values = toy.encode_caption(text, model)
-                self.encoded.append({name: shards.to_bf16_bits(array) for name, array in values.items()})
+                values = toy.encode_caption(text, model).values()
+                self.encoded.append([torch.from_numpy(part).bfloat16() for part in values])
         else:
             nets = encoders.Encoders(home, model, self.world.device, torch.float32, sees=False)
             for text in (*prompts, ""):
                 at(f"encoding {text!r}")
-                self.encoded.append({name: bits[0] for name, bits in nets.encode_text([text]).items()})
+                self.encoded.append([net([text])[0].bfloat16() for net in (nets.t5, nets.clip)])
         self.empty = self.encoded.pop()
 
     def paint(self, net: nn.Module, at: Callable[[str], None]) -> list[np.ndarray]:
@@ -102,27 +102,26 @@ class Artist:
         encodings = [self._stacked(texts)]
         if sample.guidance != 1.0:
             encodings.append(self._stacked([self.empty] * len(texts)))
-        numbers = range(first, first + len(texts))
-        noise = [rng.normals(sample.seed, rng.SAMPLING, model.latent_shape, sample=i, epoch=0) for i in numbers]
+        noise = [
+            rng.normals(sample.seed, rng.SAMPLING, model.latent_shape, sample=first + i, epoch=0)
+            for i in range(len(texts))
+        ]
         x_BNP = latents.pack(torch.from_numpy(np.stack(noise)).to(self.world.device))
         try:
             for step in range(sample.steps):  # from 1, noise, to 0, data: BFL flux, get_schedule of schnell
                 at(f"sampling step {step}")
-                t = 1 - step / sample.steps
-                t_next = 1 - (step + 1) / sample.steps
-                t_B = x_BNP.new_full((len(texts),), t)
+                t_B = x_BNP.new_full((len(texts),), 1 - step / sample.steps)
                 velocities = [net(x_BNP.to(self.dtype), *encoding, t_B).float() for encoding in encodings]
                 unguided_BNP = velocities[-1]  # at guidance 1 that of the captions themselves
                 velocity_BNP = unguided_BNP + sample.guidance * (velocities[0] - unguided_BNP)
-                x_BNP = x_BNP + (t_next - t) * velocity_BNP
+                x_BNP = x_BNP - velocity_BNP / sample.steps
         finally:
             sharding.reshard(net)  # also after an interruption: training or a checkpoint may follow
         return latents.unscale(latents.unpack(x_BNP, model.latent_height, model.latent_width))
 
-    def _stacked(self, texts: list[Arrays]) -> list[Tensor]:
+    def _stacked(self, texts: list[list[Tensor]]) -> list[Tensor]:
         """[t5_BTE, clip_BV] in parallel.dtype."""
-        bits = [torch.from_numpy(np.stack([text[name] for text in texts])) for name in ("t5", "clip")]
-        return [part.view(torch.bfloat16).to(self.world.device, self.dtype) for part in bits]
+        return [torch.stack(parts).to(self.world.device, self.dtype) for parts in zip(*texts)]
 
     @torch.no_grad()
     def _decoded(self, z_CYX: Tensor) -> np.ndarray:
@@ -134,6 +133,10 @@ class Artist:
     def save(self, pictures: list[np.ndarray], path: Path) -> None:
         """Save pictures above their captions as one PNG."""
         sheet.save(pictures, self.captions, path)
+
+
+def _texts(arrays: Arrays) -> list[Tensor]:
+    return [torch.from_numpy(arrays[name]).view(torch.bfloat16) for name in ("t5", "clip")]
 
 
 class Gallery(Artist):

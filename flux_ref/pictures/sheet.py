@@ -18,7 +18,6 @@ HEIGHT = 160  # pictures of fewer rows are enlarged
 STRIP_LEFT = 90  # beside the pictures of a strip
 
 COLUMNS = 6
-STRIP_ROWS = 12  # at most
 
 
 def save(pictures: list[np.ndarray], captions: list[str], path: Path) -> None:
@@ -35,8 +34,6 @@ def strip(folder: Path, rows: int) -> None:
     rows: of pixels of a picture.
     """
     paths = sorted(folder.glob("[0-9]*.png"))
-    every = -(-len(paths) // STRIP_ROWS)
-    paths = paths[::-every][::-1]  # always with the newest
     step = max(rows, HEIGHT) + GAP
     width = STRIP_LEFT + Image.open(paths[-1]).width
     image = Image.new("RGB", (width, len(paths) * step + CAPTION_HEIGHT + GAP), "white")
@@ -51,10 +48,10 @@ def _tile(picture: np.ndarray, caption: str) -> torch.Tensor:
     """A picture above at most two lines of its caption, (3, rows, columns) uint8."""
     pixels = ((picture.transpose(1, 2, 0) + 1) * 127.5).round().clip(0, 255)
     image = Image.fromarray(pixels.astype(np.uint8))
-    image = ImageOps.scale(image, max(1.0, HEIGHT / image.height), Image.Resampling.NEAREST)
+    image = ImageOps.scale(image, max(1.0, HEIGHT / image.height))
     tile = Image.new("RGB", (image.width, image.height + CAPTION_HEIGHT), "white")
     tile.paste(image)
-    text = textwrap.fill(printable(caption) or "(empty caption)", image.width // 6, max_lines=2, placeholder=" ...")
+    text = textwrap.fill(printable(caption), image.width // 6, max_lines=2)
     ImageDraw.Draw(tile).text((4, image.height + 3), text, "black")
     return torch.from_numpy(np.array(tile)).permute(2, 0, 1)
 

@@ -10,7 +10,6 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
 import stand_in
 import torch
 from conftest import MICRO, data_overrides, open_sets, require_identical
@@ -47,10 +46,10 @@ def history(cfg: Config, world: World) -> dict:
     steps = graphs.runner(state, cfg, world)
     steps.warm_up()
     artist = Artist(cfg, world, Path())
-    rows = {name: np.zeros_like(part) for name, part in train_set.shards.layout.arrays().items()}
+    texts = [torch.zeros(train_set.shards.layout.shapes[name]) for name in ("t5", "clip")]
     artist.captions = [""] * cfg.sample.count
-    artist.encoded = [rows] * cfg.sample.count
-    artist.empty = rows
+    artist.encoded = [texts] * cfg.sample.count
+    artist.empty = texts
     steps.capture()
     steps.health.restart(0)
     results, validations, pictures = [], [], []

@@ -10,6 +10,7 @@ from flux_ref import weights
 from flux_ref.config import ModelConfig
 from flux_ref.latents import image_positions
 from flux_ref.model import Flux
+from tools.export import diffusers_config
 
 INPUTS = ("img", "txt", "clip", "t")
 
@@ -33,7 +34,7 @@ def random_inputs(cfg: ModelConfig, batch: int = 2, seed: int = 1) -> dict[str, 
 def diffusers_twin(net: Flux) -> tuple[nn.Module, Callable[..., Tensor]]:
     """diffusers' Flux with the weights of net, and its forward as a function of INPUTS."""
     with torch.device("meta"):
-        twin = FluxTransformer2DModel.from_config(weights.diffusers_config(net.cfg))
+        twin = FluxTransformer2DModel.from_config(diffusers_config(net.cfg))
     twin.load_state_dict(to_diffusers(net.state_dict(), net.cfg), assign=True)
     return twin, diffusers_forward(twin, net.cfg)
 
