@@ -66,13 +66,14 @@ class Alive:
     def _run(self) -> None:
         idle_s = 0.0
         now = time.monotonic()
-        seen = (0, 0)
+        seen = 0
         while not self.closed.wait(TICK_S):
             before = now
             now = time.monotonic()
             idle_s += min(now - before, 2 * TICK_S)  # this thread was late by more: the process was stopped
-            if seen != (self.marks, Moved.total):
-                seen = (self.marks, Moved.total)
+            progress = self.marks + Moved.total
+            if progress != seen:
+                seen = progress
                 idle_s = 0.0
             if self.launcher not in (None, os.getppid()):  # this rank would hold memory, devices and the run's folder
                 self._end("torchrun has died")
@@ -117,10 +118,9 @@ class Alive:
                 raise Interrupted(number)
         else:
             self.group = ranks.host_group("stop")
-            self.before = {number: signal.getsignal(number) for number in SIGNALS}
-            for number, handler in self.before.items():
-                if handler != signal.SIG_IGN:  # nohup ignores SIGHUP, a job in the background Ctrl-C
-                    signal.signal(number, self._take)
+            for number in SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP, a job in the background Ctrl-C
+                    self.before[number] = signal.signal(number, self._take)
         self.largest.fill_(self.signal)
         self.sent = dist.all_reduce(self.largest, dist.ReduceOp.MAX, group=self.group, async_op=True)
 

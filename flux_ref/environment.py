@@ -1,7 +1,6 @@
 """What a run runs on: device, versions, commit; and the folder of its compiler."""
 
 import os
-import platform
 import re
 import resource
 import secrets
@@ -32,7 +31,6 @@ def environment(world: World) -> dict[str, object]:
         "nodes": sorted(set(world.nodes)),
         "device": device_name(world.device),
         "torch": torch.__version__,
-        "python": platform.python_version(),
         "commit": commit(),
     }
 

@@ -27,8 +27,8 @@ def forecast(cfg: Config, ranks: int, samples: int, val_count: int, warm_s: floa
     clock = range(samples, cfg.train.max_samples + batch, batch)
     steps = len(clock) - 1
     count = sum(schedule.evaluates(samples, cfg) for samples in clock)
-    parts = f"{steps:,} steps of {step_s:.2f} s and {count} evaluations of {val_s:.1f} s"
-    return f"about {duration(steps * step_s + count * val_s)} to train.max_samples: {parts}"
+    total = duration(steps * step_s + count * val_s)
+    return f"about {total}: {steps:,} steps of {step_s:.2f} s and {count} evaluations of {val_s:.1f} s"
 
 
 def duration(seconds: float) -> str:

@@ -71,8 +71,15 @@ def start(cfg: ParallelConfig, few_threads: bool = True) -> World:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Gloo opens two files for each rank; 1024 is usual
     if few_threads and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1 if size > 1 else min(MOST_THREADS, torch.get_num_threads()))
+    # torch 2.15 would take its new backend nccl2. Captures were written for the older one.
+    os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+    # NCCL's monitor would take a pause for a hang, as its clock goes on. alive.Alive tells one from the other.
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    # With expandable segments, graph buffers that NCCL registers get wrong addresses: github.com/pytorch/pytorch 158029
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     try:
-        join(device, dist.HashStore() if is_alone else _fresh_store(rank, size), rank, size)
+        store = dist.HashStore() if is_alone else _fresh_store(rank, size)
+        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise Refusal(f"cannot form the process group: {reason}; is MASTER_PORT in use?") from None
@@ -83,17 +90,6 @@ def start(cfg: ParallelConfig, few_threads: bool = True) -> World:
     for group in mesh.get_all_groups():  # they would have the backend's own limit
         set_timeout(PATIENCE, group)
     return World(rank, size, device, mesh, nodes)
-
-
-def join(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
-    """Join the process group of so many ranks. Raises: RuntimeError, ValueError."""
-    # torch 2.15 would take its new backend nccl2. Captures were written for the older one.
-    os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
-    # NCCL's monitor would take a pause for a hang, as its clock goes on. alive.Alive tells one from the other.
-    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    # With expandable segments, graph buffers that NCCL registers get wrong addresses: github.com/pytorch/pytorch 158029
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=PATIENCE)
 
 
 def replica_count(wanted: int, nodes: list[str]) -> int:

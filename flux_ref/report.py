@@ -65,7 +65,6 @@ class Reporter:
         world = self.world
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         micro = config.micro_batch(cfg, world.size)
-        parts = cfg.train.global_batch // (world.size * micro)
         compute, *sides = arithmetic_of(cfg).describe(micro, world.device)
         weights = cfg.init.weights or f"drawn from train.seed={cfg.train.seed}"
         validation = f"{val_count:,} in {cfg.data.val}" if cfg.data.val else "none"
@@ -75,7 +74,7 @@ class Reporter:
             f" {world.mesh.size(-1)}), torch {torch.__version__}",
             f"  compute {compute}; attention kernel: {attention_kernel(cfg, world.device)}",
             f"  steps   {graphs.mode(cfg, world.device)}",
-            f"  batch   {cfg.train.global_batch}: ranks x samples x micro-batches: {world.size} x {micro} x {parts}",
+            f"  batch   {cfg.train.global_batch} in micro-batches of {micro} per rank",
             f"  weights {weights}",
             f"  data    {train_count:,} samples in {cfg.data.train}; validation: {validation}",
             f"  run     {self.folder}",
@@ -170,8 +169,7 @@ class Reporter:
     def picture(self, path: Path, samples: int) -> None:
         """A sheet of pictures was drawn."""
         if self.board:
-            with Image.open(path) as sheet:
-                self.board.add_image("pictures", np.asarray(sheet.convert("RGB")), samples, dataformats="HWC")
+            self.board.add_image("pictures", np.asarray(Image.open(path)), samples, dataformats="HWC")
 
     def _record(self, name: str, record: dict, shown: dict[str, float]) -> None:
         """Append a record to a file, and show figures in TensorBoard."""

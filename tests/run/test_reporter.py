@@ -46,7 +46,7 @@ def test_how_long_a_run_takes_is_told_in_words(micro):
     told = ["0 s", "89 s", "2 min", "83 min", "3 h 05 min"]
     assert [duration(seconds) for seconds in (0.4, 89, 130, 5000, 11_100)] == told
     for values, want in (
-        ({}, "about 2 min to train.max_samples: 4 steps of 18.00 s and 2 evaluations of 24.0 s"),
+        ({}, "about 2 min: 4 steps of 18.00 s and 2 evaluations of 24.0 s"),
         ({"eval__every_samples": 12, "train__max_samples": 50}, " 4 steps of 18.00 s and 5 evaluations of"),
         ({"data__val": ""}, " 4 steps of 18.00 s and 0 evaluations of"),
     ):

@@ -72,7 +72,7 @@ def test_the_folder_holds_everything_and_nothing_unfinished(plain, shapes_dir, m
     table = parameter_table(micro.model)
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == table
     assert found["final_layer.linear.weight"].abs().max() > 0, "still as initialised"
-    time = r"  time    about \d+ s to train.max_samples: 5 steps of 0\.\d\d s and 2 evaluations of \d\.\d s"
+    time = r"  time    about \d+ s: 5 steps of 0\.\d\d s and 2 evaluations of \d\.\d s"
     assert re.search(f"^{time}$", (plain / "result_0.txt").read_text(), re.M)
 
 
