@@ -20,7 +20,7 @@ from bisect import bisect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,7 +37,6 @@ BLOCK, RECORD = 512, 10_240  # bytes; tar's two units
 NPY_HEADER = 128  # bytes before the numbers of a .npy blob
 END_BYTES = 2 * BLOCK  # an archive ends with two zero blocks
 INFINITE = 0x7F80  # the exponent bits of a bf16: all are set in infinite numbers and NaN
-PER_SHARD = 10_000  # samples, as in the public conversions: 21.7 GB
 
 
 class BadSample(Refusal):
@@ -59,7 +58,6 @@ class Layout:
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]):
         self.shapes = shapes
-        self.npy_headers = {name: npy_header(shapes[name]) for name in MEMBERS}
         # Of a sample in a shard, with tar headers and padding.
         self.stride = 2 * BLOCK + sum(BLOCK + _round_up(NPY_HEADER + 2 * prod(shapes[name])) for name in MEMBERS)
 
@@ -70,7 +68,7 @@ class Layout:
     def numbers(self, name: str, blob: bytes | memoryview) -> np.ndarray:
         """The bf16 bits in the .npy blob of a member, not copied. Raises: ValueError if it has another form."""
         shape = self.shapes[name]
-        if bytes(blob[:NPY_HEADER]) != self.npy_headers[name] or len(blob) != NPY_HEADER + 2 * prod(shape):
+        if bytes(blob[:NPY_HEADER]) != npy_header(shape) or len(blob) != NPY_HEADER + 2 * prod(shape):
             raise ValueError(f"{name} is no .npy file of uint16 {shape} in C order")
         return np.frombuffer(blob, np.uint16, offset=NPY_HEADER).reshape(shape)
 
@@ -282,17 +280,12 @@ def key_of(split: str, index: int) -> str:
     return f"{split}_{index:08d}"
 
 
-def write(folder: Path, samples: Iterable[tuple[Meta, Arrays]], per_shard: int = PER_SHARD) -> None:
-    """Write samples into a new folder, one shard after the other.
-
-    Each shard is whole, but the folder is whole only when this returns: give it its name then.
-    """
-    folder.mkdir(parents=True)
-    samples = iter(samples)
-    for number, first in enumerate(samples):
-        with new_shard(shard_path(folder, number)) as file:
-            for meta, members in chain([first], islice(samples, per_shard - 1)):
-                add(file, meta, members)
+def write(path: Path, samples: Iterable[tuple[Meta, Arrays]]) -> None:
+    """Write samples into a new shard, in a folder that is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with new_shard(path) as file:
+        for meta, members in samples:
+            add(file, meta, members)
 
 
 def write_empty(folder: Path, encodings: Arrays) -> None:

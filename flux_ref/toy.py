@@ -151,8 +151,8 @@ def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
     shown = [drawing for drawing in all_drawings() if drawing not in unseen]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with files.whole(folder, is_new=True) as partial:
-        shards.write(partial / "train", _samples(shown, train, model, "train"))
-        shards.write(partial / "val", _samples(unseen, val, model, "val"))
+        shards.write(shards.shard_path(partial / "train", 0), _samples(shown, train, model, "train"))
+        shards.write(shards.shard_path(partial / "val", 0), _samples(unseen, val, model, "val"))
         # In float16 with a batch axis, as the public encodings are.
         empty = {name: values[None].astype(np.float16) for name, values in encode_caption("", model).items()}
         shards.write_empty(partial / "empty_encodings", empty)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import shard_damage
 import torch
 from conftest import refusal
 
@@ -33,7 +34,7 @@ def write_set(cfg: Config, folder: Path, train: int, val: list[int]) -> Config:
         for i, timestep in enumerate(timesteps):
             bits = {name: shards.to_bf16_bits(np.full(shape, i)) for name, shape in shapes.items()}
             samples.append((shards.Meta(shards.key_of(split, i), timestep), bits))
-        shards.write(folder / split, samples, 20)
+        shard_damage.write(folder / split, samples, 20)
     empty = {name: np.full(shapes[name], value, np.float32) for name, value in (("t5", 300), ("clip", 400))}
     shards.write_empty(folder / "empty_encodings", empty)
     places = {"data__train": folder / "train", "data__val": folder / "val", "data__empty": folder / "empty_encodings"}

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from shard_damage import LAYOUT, opened, samples
+from shard_damage import LAYOUT, opened, samples, write
 
-from flux_ref import shards
 from flux_ref.shards import MEMBERS
 
 energon = pytest.importorskip("megatron.energon")
@@ -49,7 +48,7 @@ def root(tmp_path_factory) -> Path:
     """What our writer makes, prepared by Energon's own command."""
     root = tmp_path_factory.mktemp("energon") / "data"
     for seed, (split, count) in enumerate(COUNTS.items()):
-        shards.write(root / split, samples(count, seed, split == "val", prefix=split), per_shard=4)
+        write(root / split, samples(count, seed, split == "val", prefix=split), 4)
     parts = [f"{split}:{split}/shard_{{000000..{(n - 1) // 4:06d}}}.tar" for split, n in COUNTS.items()]
     options = [text for part in parts for text in ("--split-parts", part)]
     prepare(root, *options)

@@ -34,14 +34,14 @@ from flux_ref.shards import BLOCK, END_BYTES, MEMBERS, NPY_HEADER, RECORD, BadSa
 
 WIDE = Layout({**LAYOUT.shapes, "t5": (20, 300)})  # a sample is longer than a tar record, as real ones are
 STRIDE = LAYOUT.stride
-COUNT, PER_SHARD = 12, 3
+COUNT = 12
 WRITTEN = shard_damage.samples(COUNT)
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """Four shards of three samples."""
-    shards.write(tmp_path / "set", WRITTEN, PER_SHARD)
+    shard_damage.write(tmp_path / "set", WRITTEN)
     return tmp_path / "set"
 
 
@@ -77,7 +77,7 @@ def test_the_benchmarks_samples_have_the_public_stride_and_webdataset_reads_what
 def test_shards_of_tar_are_read_padded_or_not_and_with_members_in_any_order(tmp_path):
     """As Python's tarfile and webdataset's writer, which sorts names, make them."""
     written = shard_damage.samples(4, layout=WIDE)
-    shards.write(tmp_path / "wide", written)
+    shard_damage.write(tmp_path / "wide", written, 4)
     path = tmp_path / "wide" / "shard_000000.tar"
     with tarfile.open(path) as archive:
         entries = [(entry, archive.extractfile(entry).read()) for entry in archive]
@@ -94,7 +94,7 @@ def test_shards_of_tar_are_read_padded_or_not_and_with_members_in_any_order(tmp_
 def test_captions_are_cut_to_a_block_and_never_amid_a_character(tmp_path):
     for caption in ("", '"' * 600, "é猫" * 200):
         folder = tmp_path / str(len(caption))
-        shards.write(folder, [(Meta("some", None, caption), WRITTEN[0][1])])
+        shard_damage.write(folder, [(Meta("some", None, caption), WRITTEN[0][1])])
         found = opened(folder).read(0, LAYOUT.arrays()).caption
         assert caption.startswith(found) and len(json.dumps(found, ensure_ascii=False).encode()) >= min(
             len(caption), BLOCK - 50
@@ -139,7 +139,7 @@ def test_no_truncated_or_foreign_file_passes_for_a_whole_shard(folder, shard):
 def test_samples_of_another_model_are_refused_by_their_size_or_their_header(tmp_path):
     for number, (name, shape) in enumerate((("t5", (9, 30)), ("clip", (15,)), ("t5", (8, 28)))):
         other = Layout({**LAYOUT.shapes, name: shape})
-        shards.write(tmp_path / str(number), shard_damage.samples(2, layout=other))
+        shard_damage.write(tmp_path / str(number), shard_damage.samples(2, layout=other))
         message = complaint(tmp_path / str(number), 0, kind=Refusal)
         assert "shard_000000.tar" in message and str(LAYOUT.shapes[name]) in message
 

@@ -26,10 +26,15 @@ def samples(
     return found
 
 
+def write(folder: Path, written: list[tuple[Meta, Arrays]], per_shard: int = 3) -> None:
+    for number, first in enumerate(range(0, len(written), per_shard)):
+        shards.write(shards.shard_path(folder, number), written[first : first + per_shard])
+
+
 def write_set(root: Path, train: int, val: int) -> None:
     """train/ and val/ of so many samples, three in a shard, and empty_encodings/."""
-    shards.write(root / "train", samples(train, 0, False, prefix="train"), 3)
-    shards.write(root / "val", samples(val, 1, prefix="val"), 3)
+    write(root / "train", samples(train, 0, False, prefix="train"))
+    write(root / "val", samples(val, 1, prefix="val"))
     ones = {name: np.ones((1, *LAYOUT.shapes[name]), np.float16) for name in ("t5", "clip")}
     shards.write_empty(root / "empty_encodings", ones)
 

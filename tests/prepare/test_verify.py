@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from conftest import MICRO
 from run_files import contents
-from shard_damage import NAN, blob_bytes, overwrite, overwrite_json, overwrite_value, position, samples, write_set
+from shard_damage import (
+    NAN,
+    blob_bytes,
+    overwrite,
+    overwrite_json,
+    overwrite_value,
+    position,
+    samples,
+    write,
+    write_set,
+)
 
 from flux_ref import shards
 from flux_ref.shards import BLOCK, MEMBERS, NPY_HEADER
@@ -116,7 +126,7 @@ def test_a_whole_set_passes_with_its_numbers_alone_and_beside_the_empty_encoding
 def test_a_hundred_problems_are_twenty_lines_and_a_number(root, run):
     zero = [(meta, arrays | {"clip": arrays["clip"] * 0}) for meta, arrays in samples(100)]
     shutil.rmtree(root / "train")
-    shards.write(root / "train", zero, 60)
+    write(root / "train", zero, 60)
     said = run(root)[1]
     assert said.splitlines()[0].endswith("shard_000000.tar, sample 0: clip is all zeros")
     assert said.splitlines()[20] == "... and 80 more" and "\nFAIL, 100 problems in " in said

@@ -140,7 +140,7 @@ def _finish(folder: Path, layout: shards.Layout) -> str:
     val = _stored(folder, "val", layout)
     files.remove(root / "val")
     if len(val):
-        shards.write(root / "val", _in_turns(val))
+        shards.write(shards.shard_path(root / "val", 0), _in_turns(val))
     rejected = len(rows.splitlines())
     return f"{len(train):,} training and {len(val):,} validation samples; {rejected:,} rejected, see rejected.tsv"
 

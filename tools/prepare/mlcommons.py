@@ -19,7 +19,7 @@ from flux_ref import shards
 from flux_ref.errors import Refusal, one_line
 from flux_ref.progress import progress
 from flux_ref.schedule import TIMESTEPS
-from flux_ref.shards import PER_SHARD, Layout, Meta
+from flux_ref.shards import Layout, Meta
 from tools.prepare import job
 
 COLUMNS = {  # of each member
@@ -29,6 +29,7 @@ COLUMNS = {  # of each member
     "logvar": "logvar",
 }
 Row = tuple[dict[str, np.ndarray], int | None]
+PER_SHARD = 10_000  # samples, as in the public conversions: 21.7 GB
 THREADS = 2  # a disk serves no more writers better
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
