@@ -10,6 +10,7 @@ SIGTERM, SIGUSR1, SIGHUP and SIGQUIT save a checkpoint.
 """
 
 import contextlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -70,8 +71,8 @@ def main(argv: list[str]) -> int:
         log = BenchmarkLog()
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log.text)))
         report.introduce(*counts)
-        for line in closed.warnings(cfg, *counts):
-            report.say(line)
+        if verdict := closed.verdict(cfg, *counts):
+            report.say(f"  rules   {verdict}")
         gallery = None
         if cfg.sample.count:  # before the clock starts, since a wrong autoencoder is refused
             from flux_ref.pictures.artist import Gallery
@@ -103,7 +104,7 @@ def main(argv: list[str]) -> int:
             load(saved, state)
         # What can be refused has been refused: from here on the run writes into its folder
         renamed_run = folder.begin(cfg, world, saved)
-        log.write_to(config.run_dir(cfg) / folder.LOG if world.rank == 0 else None)
+        log.write_to(config.run_dir(cfg) / folder.LOG if world.rank == 0 else Path(os.devnull))
         if renamed_run:
             report.say(f"  {renamed_run}")
         report.write_environment()

@@ -181,11 +181,8 @@ class DataConfig:
         choices=("embeddings", "shapes"),
         closed=RULES,
     )
-    train: str = free("data/mlperf/train", "folder of *.tar shards")
+    train: str = free("data/mlperf/train", "folder of *.tar shards, beside empty_encodings")
     val: str = free("data/mlperf/val", "folder of *.tar shards; empty: no evaluations")
-    empty: str = free(
-        "", "folder of t5_empty.npy and clip_empty.npy; empty: empty_encodings beside the folder data.train"
-    )
     train_count: int = key(0, "embeddings: required number of samples, 0: any; shapes: number of samples to make")
     val_count: int = key(0, "the same of validation samples")
     workers: int = free(4, "reading threads per rank", least=1)
@@ -286,11 +283,10 @@ class Config:
     mllog: MllogConfig = MllogConfig()
 
 
-SECTIONS: dict[str, Any] = {part.name: part.default for part in fields(Config) if part.name != "name"}
 KEYS = {  # by "section.key"
-    f"{section}.{own.name}": Key(type=own.type, default=own.default, **own.metadata)
-    for section, default in SECTIONS.items()
-    for own in fields(default)
+    f"{section.name}.{own.name}": Key(type=own.type, default=own.default, **own.metadata)
+    for section in fields(Config)[1:]
+    for own in fields(section.default)
 }
 
 
@@ -316,4 +312,4 @@ def run_dir(cfg: Config) -> Path:
 
 def empty_dir(cfg: Config) -> Path:
     """The folder of the empty caption's encodings."""
-    return Path(cfg.data.empty) if cfg.data.empty else Path(cfg.data.train).parent / "empty_encodings"
+    return Path(cfg.data.train).parent / "empty_encodings"

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, get_args
 
-from flux_ref.config import KEYS, SECTIONS, Config, flat
+from flux_ref.config import KEYS, Config, flat
 from flux_ref.errors import Refusal, shown
 from flux_ref.files import read_text
 
@@ -34,8 +34,7 @@ def load(path: str | Path, overrides: Collection[str] = ()) -> Config:
             values |= {f"{section}.{name}": value for name, value in part.items()}
         else:
             values[section] = part
-    name = path.stem if path.stem != "config" else path.resolve().parent.name  # that of a run
-    return from_flat(name, values | parsed(overrides))
+    return from_flat(path.stem, values | parsed(overrides))
 
 
 def replace(cfg: Config, **values: object) -> Config:
@@ -45,20 +44,20 @@ def replace(cfg: Config, **values: object) -> Config:
 
 def from_flat(name: str, values: dict[str, Any]) -> Config:
     """The config that `flat` made, also after JSON. Keys that are left out have their defaults. Raises: Refusal."""
-    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    cfg = Config(name)
     for key, value in values.items():
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, n=1)
             raise Refusal(f"unknown key {key}; {f'did you mean {near[0]}?' if near else '--help lists all keys'}")
         known = KEYS[key]
-        section, field = key.split(".")
         try:
-            sections[section][field] = _typed(value, known.type)
+            value = _typed(value, known.type)
         except (TypeError, ValueError):
             default = toml_text(known.default)
             raise Refusal(f"{key}={shown(value)} has the wrong type; default {default}: {known.meaning}") from None
-    parts = {section: dataclasses.replace(SECTIONS[section], **own) for section, own in sections.items()}
-    cfg = Config(name=name, **parts)
+        section, field = key.split(".")
+        part = dataclasses.replace(getattr(cfg, section), **{field: value})
+        cfg = dataclasses.replace(cfg, **{section: part})
     validate(cfg)
     return cfg
 

@@ -5,7 +5,6 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it, 128 + the number of a signa
 
 import argparse
 import errno
-import json
 import os
 import re
 import signal
@@ -14,10 +13,9 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
-BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 LINGER_S = 5.0  # torchrun ends all ranks when one ends; the rank that knows the reason must print it before
 MOST_SHOWN = 200  # characters of a foreign value in a message
 
@@ -112,7 +110,8 @@ def in_words(error: BaseException) -> Stop | None:
     if isinstance(error, ModuleNotFoundError):
         return Refusal(f"{error.name} is not here; install it, or change the key or option that asks for it")
     if isinstance(error, OSError):
-        return (Fault if error.errno in (*BROKEN_DISK, errno.EROFS) else Refusal)(told(error), alone=True)
+        kind = Fault if error.errno in BROKEN_DISK else Refusal
+        return kind(told(error), alone=True)
     if isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", str(error)):
         remedy = "free memory, or lower train.micro_batch, eval.batch or sample.count"
         return Fault(f"out of memory: {text}; {remedy}", alone=True)
@@ -125,21 +124,12 @@ def in_words(error: BaseException) -> Stop | None:
 
 def complain(name: str, stop: Stop) -> None:
     """Print the one line with which a command ends, on the rank that has to say it."""
-    rank, local_rank = os.environ.get("RANK"), os.environ.get("LOCAL_RANK")
-    torch_distributed = sys.modules.get("torch.distributed")
-    is_apart = torch_distributed is None or not torch_distributed.is_initialized()
-    # Before the process group exists, one rank of each node prints.
-    if not stop.alone and rank not in (None, "0") and not (is_apart and local_rank == "0"):
+    if not stop.alone and os.environ.get("LOCAL_RANK", "0") != "0":  # one rank of each node prints
         if stop.exit_code != 128 + signal.SIGINT:  # for Ctrl-C torchrun waits until all ranks have ended
             time.sleep(LINGER_S)
         return
-    who = f"rank {rank}: " if stop.alone and rank else ""
-    line = one_line(f"{name}: {who}{stop}")
-    print(line, file=sys.stderr, flush=True)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it at the end of its own report
-        cause = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": cause}))
+    who = f"rank {os.environ['RANK']}: " if stop.alone and "RANK" in os.environ else ""
+    print(one_line(f"{name}: {who}{stop}"), file=sys.stderr, flush=True)
 
 
 class Terminal:
@@ -170,7 +160,7 @@ def told(error: OSError) -> str:
     """An error of the system in words: the file, what is wrong and what to do."""
     if error.filename is None:
         return str(error)
-    remedy = "free its disk" if error.errno in BROKEN_DISK else "make it readable and writable"
+    remedy = "free or mend its disk" if error.errno in BROKEN_DISK else "make it readable and writable"
     return f"{error.filename}: {error.strerror}; {remedy}, or give another path"
 
 

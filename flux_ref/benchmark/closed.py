@@ -9,7 +9,7 @@ from typing import Any
 
 from flux_ref import schedule
 from flux_ref.config import CHECKER, KEYS, Config, flat, micro_batch
-from flux_ref.errors import shown
+from flux_ref.errors import one_line, shown
 
 TRAIN_SAMPLES = 1_099_776  # of CC12M, as preprocessed by MLCommons
 VAL_SAMPLES = 29_696  # of COCO 2014, each with a stored timestep
@@ -27,7 +27,7 @@ OFFICIAL = {"eval.target": "target_accuracy", "data.train_count": "train_samples
 # Keys that have no official log entry: the log has them under our own names, and no official checker sees them.
 OWN = [key for key in FIXED if key not in OFFICIAL and not (key in KEYS and KEYS[key].closed == CHECKER)]
 REHEARSED, REHEARSAL = "rehearsal", "rehearsal: no benchmark result"  # key of the log; words
-FEW = 4  # departures that are warned of one by one
+MOST_SHOWN = 300  # characters of departures on the terminal; the log has all
 HEAD = {  # the official names of a run's values in their order; spec: the batch before evaluation_frequency
     "submission_benchmark": "benchmark",
     "submission_org": "mllog.submission_org",
@@ -63,7 +63,7 @@ def judge(found: dict[str, Any], rehearsal: bool) -> list[str]:
     for key, allowed in FIXED.items():
         value = tuple(found[key]) if isinstance(found[key], list) else found[key]  # JSON has no tuples
         if value is not None and value not in allowed and not (rehearsal and is_excused(key)):
-            departures.append(f"{key}={shown(value)}, the closed division fixes {' or '.join(map(repr, allowed))}")
+            departures.append(f"{key}={shown(value)}, MLPerf fixes {' or '.join(map(repr, allowed))}")
     return departures
 
 
@@ -89,18 +89,19 @@ def departures(cfg: Config, train_count: int, val_count: int) -> list[str]:
     In the open division only given weights do (rules, "Weight and Bias Initialization").
     """
     found = judge(values(cfg, train_count, val_count), cfg.mllog.rehearsal)
-    if cfg.mllog.submission_division == "closed":
-        return found
-    return [text.replace("the closed", "the open") for text in found if text.startswith("init.weights")]
+    is_closed = cfg.mllog.submission_division == "closed"
+    return [text for text in found if is_closed or text.startswith("init.weights")]
 
 
-def warnings(cfg: Config, train_count: int, val_count: int) -> list[str]:
-    """Lines for the terminal: a warning for each departure, but one calm line if there are many, as in a toy."""
+def verdict(cfg: Config, train_count: int, val_count: int) -> str:
+    """Why a run is no benchmark result, in one line for the terminal; empty if it may be one.
+
+    train_count, val_count: samples in the data sets.
+    """
     found = departures(cfg, train_count, val_count)
-    if len(found) > FEW and not cfg.mllog.rehearsal:
-        return [f"  rules   no benchmark result: {len(found)} settings differ from MLPerf's, such as {found[0]}"]
-    lines = [f"  rules   {REHEARSAL}"] if cfg.mllog.rehearsal else []
-    return lines + [f"warning: no benchmark result: {one}" for one in found]
+    if found:
+        return f"no benchmark result: {one_line('; '.join(found), MOST_SHOWN)}"
+    return REHEARSAL if cfg.mllog.rehearsal else ""
 
 
 def head(cfg: Config, world_size: int, train_count: int, val_count: int) -> dict[str, object]:

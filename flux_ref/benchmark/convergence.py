@@ -41,20 +41,17 @@ def is_benchmark(cfg: Config) -> bool:
 
 
 def warning(cfg: Config, curve: list[tuple[int, float]]) -> str:
-    """One line if the newest of a run's (training samples, loss) shows that it has left the band upwards, else ""."""
+    """One line if the last two of a run's (training samples, loss) lie above the band, else ""."""
     band = public_band(cfg.train.global_batch) if cfg.eval.band and is_benchmark(cfg) else []
-    if not band:
+    if len(curve) < 2 or not band:
         return ""
-    grid, low, _, high = zip(*band)
-    is_above = [
-        grid[0] <= samples <= grid[-1] and loss > (1 + MARGIN) * np.interp(samples, grid, high)
-        for samples, loss in curve[-3:]
-    ]
-    if is_above not in ([True, True], [False, True, True]):  # a run that stays above is told once
-        return ""
-    samples, loss = curve[-1]
-    least, most = (np.interp(samples, grid, side) for side in (low, high))
+    grid = [point.samples for point in band]
+    high = [point.high for point in band]
+    for samples, loss in curve[-2:]:
+        most = np.interp(samples, grid, high)
+        if samples < grid[0] or loss <= (1 + MARGIN) * most:
+            return ""
     return (
-        f"warning: validation loss {loss:.4f}; public v5.1 runs of this batch had {least:.4f} to {most:.4f} here:"
+        f"warning: validation loss {loss:.4f}; public v5.1 runs of this batch had at most {most:.4f} here:"
         " check learning rate, warm-up, data and their scale"
     )

@@ -37,7 +37,7 @@ def write_set(cfg: Config, folder: Path, train: int, val: list[int]) -> Config:
         shard_damage.write(folder / split, samples, 20)
     empty = {name: np.full(shapes[name], value, np.float32) for name, value in (("t5", 300), ("clip", 400))}
     shards.write_empty(folder / "empty_encodings", empty)
-    places = {"data__train": folder / "train", "data__val": folder / "val", "data__empty": folder / "empty_encodings"}
+    places = {"data__train": folder / "train", "data__val": folder / "val"}
     values = {"data__kind": "embeddings", "data__train_count": 0, "data__val_count": 0}
     return config_file.replace(cfg, **values, **{key: str(path) for key, path in places.items()})
 

@@ -27,7 +27,7 @@ from shard_damage import (
     position,
 )
 
-from flux_ref import config_file, data, shards
+from flux_ref import config, config_file, data, shards
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Fault, Refusal
 from flux_ref.shards import BLOCK, END_BYTES, MEMBERS, NPY_HEADER, RECORD, BadSample, Layout, Meta
@@ -196,9 +196,11 @@ def test_damage_of_a_sample_is_noticed_and_named(folder, shard):
 
 
 def config_for(cfg: Config, folder: Path, kind: str) -> Config:
+    empty = folder.parent / "empty_encodings"
+    if not empty.exists():
+        empty.symlink_to(config.empty_dir(cfg).resolve())
     places = {"data__train": str(folder), "data__val": str(folder), "data__kind": kind}
-    empty = str(Path(cfg.data.train).parent / "empty_encodings")
-    return config_file.replace(cfg, **places, data__empty=empty, data__train_count=COUNT, data__val_count=COUNT)
+    return config_file.replace(cfg, **places, data__train_count=COUNT, data__val_count=COUNT)
 
 
 def test_damage_stops_the_run_with_shard_sample_and_remedy(micro, folder, shard):

@@ -219,5 +219,5 @@ def test_a_resumed_run_says_so_and_is_never_valid_though_it_reaches_the_target(s
     flaw = "resumed from step 2"
     assert event(folder, "disqualified")["value"] == flaw
     stop = event(folder, "run_stop")["metadata"]
-    assert stop["status"] == "aborted" and stop["reason"] == f"target reached; {flaw}, so not a valid timed result"
+    assert stop["status"] == "aborted" and stop["reason"] == f"target reached; {flaw}"
     assert json.loads((folder / "outcome.json").read_text())["not_a_timed_result"] == flaw
