@@ -14,14 +14,12 @@ optim.ema there is also optimizer.state.NAME.ema.
 
 import json
 import re
-import secrets
 import shlex
 import shutil
 import threading
 import time
 import zlib
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,7 +35,6 @@ from flux_ref.step_runner import State
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_([0-9]{9})")
 FILE_BYTES = 2**28  # writing takes as much host memory; a reader of some rows reads the whole file, for its checksum
-BUFFER_ELEMENTS = 2**28  # 1 GiB: a power of two, and small beside a rank's shards
 HISTORY = "fp8.history."  # and a layer: how the keys of delayed scales begin
 
 
@@ -110,22 +107,26 @@ def rows_to_write(rows: dict[str, TensorSlice], world: World) -> dict[str, Tenso
     return own
 
 
-def allocate_host_buffers(rows: dict[str, TensorSlice], pin: bool) -> dict[str, TensorSlice]:
-    """The same rows, all fp32, as undefined host tensors in a few large buffers; pin: pinned. Raises: RuntimeError.
+def host_copies(rows: dict[str, TensorSlice], pin: bool) -> list[dict[str, TensorSlice]]:
+    """The same rows, all fp32, as undefined host tensors, in groups that become files. pin: pinned.
 
-    torch rounds each pinned allocation up to a power of two, so one buffer per tensor would take a third more.
+    A group has one buffer of at most FILE_BYTES, or one tensor: torch rounds each pinned allocation up to a power of
+    two, so one buffer per tensor would take a third more. Raises: RuntimeError.
     """
-    left = sum(part.local.numel() for part in rows.values())
-    room = torch.empty(0)
-    copies = {}
-    for key, part in rows.items():
-        count = part.local.numel()
-        if count > len(room):
-            room = torch.empty(max(count, min(left, BUFFER_ELEMENTS)), pin_memory=pin)
-        copies[key] = replace(part, local=room[:count].view(part.local.shape))
-        room = room[count:]
-        left -= count
-    return copies
+    groups: list[dict[str, TensorSlice]] = []
+    room = 0
+    for key, row in rows.items():
+        if row.local.nbytes > room:
+            groups.append({})
+            room = FILE_BYTES
+        groups[-1][key] = row
+        room -= row.local.nbytes
+    for group in groups:
+        sizes = [row.local.numel() for row in group.values()]
+        buffer = torch.empty(sum(sizes), pin_memory=pin)
+        for (key, row), part in zip(group.items(), buffer.split(sizes)):
+            group[key] = replace(row, local=part.view(row.local.shape))
+    return groups
 
 
 # Writing
@@ -135,20 +136,13 @@ def allocate_host_buffers(rows: dict[str, TensorSlice], pin: bool) -> dict[str, 
 Written = dict[str, tuple[int, dict[str, tuple[int, int]]]]
 
 
-def write_rank(folder: Path, rank: int, rows: dict[str, TensorSlice]) -> Written:
+def write_rank(folder: Path, rank: int, groups: list[dict[str, TensorSlice]]) -> Written:
     """Write the rows of one rank, and wait until they are on the disk. Raises: OSError."""
     written: Written = {}
-    waiting = dict(rows)
-    while waiting:
-        part: dict[str, Tensor] = {}
-        places = {}
-        while waiting and sum(tensor.nbytes for tensor in part.values()) < FILE_BYTES:
-            key = next(iter(waiting))
-            row = waiting.pop(key)
-            part[key] = row.local
-            places[key] = (row.first, len(row.local))
-        name = f"rank_{rank:05d}_{len(written):03d}.safetensors"
-        written[name] = (tensors.write(folder / name, part), places)
+    for number, rows in enumerate(groups):
+        name = f"rank_{rank:05d}_{number:03d}.safetensors"
+        checksum = tensors.write(folder / name, {key: row.local for key, row in rows.items()})
+        written[name] = (checksum, {key: (row.first, len(row.local)) for key, row in rows.items()})
     return written
 
 
@@ -207,25 +201,22 @@ class Saver:
         self.failure: str | None = None  # why the newest save failed
         self._require_place()
         with ranks.agreed():
-            self.host = allocate_host_buffers(rows_to_write(rows, world), world.pin)
+            self.host = host_copies(rows_to_write(rows, world), world.pin)
 
     def _require_place(self) -> None:
-        """Try the disk: every rank writes a file into the run's folder, or where a new run will make it."""
+        """Rank 0 makes a file in the run's folder, or where a new run will make it, and every rank looks for it."""
         run = self.run.resolve()
         folder = next(path for path in (run, *run.parents) if path.exists())
-        trial = folder / f".trial.{ranks.gather_objects(secrets.token_hex(4))[0]}{files.PARTIAL}"
-        try:
-            with ranks.agreed():
-                if self.world.rank == 0:
-                    require_space(folder, self.bytes)
-                    trial.mkdir()
-            with ranks.agreed():
-                if not trial.is_dir():
-                    raise Refusal(f"{folder} is not the folder that rank 0 sees; put run.dir on a disk of all nodes")
-                (trial / str(self.world.rank)).touch()
-        finally:
+        trial = folder / f".{run.name}.trial{files.PARTIAL}"
+        with ranks.agreed():
             if self.world.rank == 0:
-                files.remove(trial)
+                require_space(folder, self.bytes)
+                trial.touch()
+        with ranks.agreed():
+            if not trial.exists():
+                raise Refusal(f"{folder} is not the folder that rank 0 sees; put run.dir on a disk of all nodes")
+        if self.world.rank == 0:
+            trial.unlink()
 
     def save(self, state: State) -> None:
         """Begin to save a state, unless this step is saved already. Waits for the save before. Collective."""
@@ -241,16 +232,17 @@ class Saver:
             "config": config.flat(self.cfg),
         }
         rows = rows_of(state)
-        for key, copy in self.host.items():
-            copy.local.copy_(rows[key].local, non_blocking=True)
+        for group in self.host:
+            for key, copy in group.items():
+                copy.local.copy_(rows[key].local, non_blocking=True)
         wait_for_copy = ranks.end_of_copies(self.world.device)
         self.thread = threading.Thread(target=self._save, args=(info, wait_for_copy), daemon=True)
         self.thread.start()
 
     def wait(self) -> None:
         """Until no save is under way."""
-        while self.thread is not None and self.thread.is_alive():
-            self.thread.join(0.1)  # a signal just before a longer wait is seen only after that wait
+        if self.thread:
+            self.thread.join()
 
     def finish(self) -> None:
         """Wait for the newest save. Raises: Fault, on every rank, if it failed."""
@@ -276,23 +268,27 @@ class Saver:
 
     def _write(self, final: Path, info: dict, wait_for_copy: Callable[[], None]) -> None:
         """Write all files, then make the folder visible under its name. Raises on all ranks if one rank fails."""
-        with ExitStack() as stack:
-            partial = final
+        partial = final.with_name(f".{final.name}{files.PARTIAL}")
+        try:
             with ranks.agreed(self.group):
                 wait_for_copy()
                 if self.world.rank == 0:
                     final.parent.mkdir(exist_ok=True)  # if the user has deleted it; a deleted run folder stays away
                     require_space(final.parent, self.bytes)
-                    partial = stack.enter_context(files.whole(final))
+                    files.remove(partial)  # of a save that was killed
                     partial.mkdir()
-            partial = Path(ranks.gather_objects(str(partial), self.group)[0])
             with ranks.agreed(self.group):
                 own = write_rank(partial, self.world.rank, self.host)
             written = ranks.gather_objects(own, self.group)
             with ranks.agreed(self.group):
                 if self.world.rank == 0:
                     write_manifest(partial, info, self.shapes, written)
-                    stack.close()
+                    files.sync(partial)
+                    partial.rename(final)
+                    files.sync(final.parent)
+        finally:
+            if self.world.rank == 0:
+                files.remove(partial)
 
 
 # Reading
@@ -334,7 +330,7 @@ class Checkpoint:
                     raise self._damaged(path)
                 self._right.add(name)
                 pieces.append(tensors.read_rows(path, key, low - start, high - low, "checkpoint file"))
-        return torch.cat(pieces) if len(pieces) > 2 else pieces[-1]
+        return torch.cat(pieces)
 
     def _damaged(self, path: Path) -> Refusal:
         """What is damaged, and what to do. Nothing takes another checkpoint by itself: a run would train twice."""

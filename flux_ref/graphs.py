@@ -16,18 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flux_ref import ranks, sharding
+from flux_ref import ranks
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
 from flux_ref.ranks import World
-from flux_ref.sharding import ShardedFlux
 from flux_ref.step_runner import State, StepRunner
 
 CAPTURED = "captured"
 KEPT: list[dict] = []  # after an error a graph stays until the process ends: to destroy it may wait for a lost rank
 # Relative differences between a graph and the eager step that libraries' workspaces may cause.
 FLOORS = {"loss": 1e-5, "norm": 1e-3}
-OPEN = 30.0  # a gate so wide that one hidden channel of a block shows in the gradient norm
 DECODING_BYTES = 2e9  # of the autoencoder and its activations for a picture of 256 x 256 pixels (calculated)
 
 
@@ -122,10 +120,12 @@ class CapturedRunner(StepRunner):
     def capture(self) -> None:
         """Capture the steps and prove the graphs. The weights stay; what a step remembers is reset. Collective.
 
-        Call `warm_up` first, and load moments afterwards. Raises: Fault.
+        Call it after `warm_up` and before a checkpoint is loaded. Raises: Fault.
         """
+        weights = bit_sums(self.state)
         with changed(self):
-            want, again = measured(self), measured(self)
+            want = measured(self)
+            again = measured(self)
         # The training graphs are larger. Captured first, they leave freed memory for the validation graphs.
         graphs = {}
         for kind, work in (("train", super().train), ("validate", super().validate)):
@@ -138,9 +138,10 @@ class CapturedRunner(StepRunner):
         with changed(self):
             found = measured(self)
         with ranks.agreed():
+            if not torch.equal(bit_sums(self.state), weights):
+                raise Fault("a step at learning rate 0 has changed weights; set graph.enabled=off")
             require_equal(found, want, again)
-        self.forget()  # an average holds changed weights
-        self.state.arithmetic.begin(self.state.step)
+        self.forget()  # also the average: it holds changed weights
 
     def _captured(self, work: Callable[[], object]) -> Any:
         """With the net at the start of a step, and all ranks at rest. sync: before the clock starts."""
@@ -172,79 +173,53 @@ class CapturedRunner(StepRunner):
 # The proof: a graph that had kept weights, gradients or a batch of its capture would not see what changes after it.
 
 
-def changes(state: State) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's share of one known change in each block and in the head: a row, and what it becomes.
-
-    A gate of a fresh net is 0 and hides its block. So a change opens the gate of one hidden channel, and reverses the
-    row of the projection that this channel comes from.
-    """
-    parameters = sharding.named_parameters(state.net)
-    hidden = len(parameters["img_in.bias"])
-    for name, parameter in parameters.items():
-        first, local = sharding.local_rows(parameter)
-        is_gate = name.endswith(("img_mod.lin.bias", "modulation.lin.bias"))
-        channel = int(name.split(".")[1]) if "_blocks." in name else 0
-        place = channel + 2 * hidden * is_gate - first
-        if not 0 <= place < len(local):
-            continue
-        row = local[place]
-        if is_gate:
-            yield row, torch.full_like(row, OPEN)
-        elif name.endswith(("img_attn.proj.weight", "linear2.weight")):
-            yield row, row.flip(-1)
-        elif name == "final_layer.linear.bias":
-            yield row, row + 1
-
-
 @contextmanager
 @torch.no_grad()
-def changed(steps: StepRunner) -> Iterator[None]:
-    """A block with other weights and batches than those of the capture. The weights come back bit for bit.
+def changed(runner: StepRunner) -> Iterator[None]:
+    """A block with other weights and batches than those of the capture. They come back bit for bit.
 
-    Raises: Fault if the block has changed a weight, as a step at another learning rate than 0 would.
+    Each FSDP unit has a bias of a modulation or the head's. It grows by 1 and so opens the gates of a block; those of a
+    fresh net are 0 and hide the block.
     """
-    pairs = [(row, row.clone(), other) for row, other in changes(steps.state)]
-    noises = [batch["noise"] for batch in (steps.train_batch, steps.val_batch)]
-    sums = _sums(steps.state.net)
-    for row, _, other in pairs:
-        row.copy_(other)
+    opt = runner.state.opt
+    biases = [shard for name, shard in zip(opt.names, opt.shards) if name.endswith((".lin.bias", ".linear.bias"))]
+    olds = [bias.clone() for bias in biases]
+    noises = [batch["noise"] for batch in (runner.train_batch, runner.val_batch)]
+    for bias in biases:
+        bias.add_(1)
     for noise in noises:
         noise.neg_()
     yield
     for noise in noises:
         noise.neg_()
-    for row, old, _ in pairs:
-        row.copy_(old)
-    if not torch.equal(_sums(steps.state.net), sums):
-        raise Fault("a step at learning rate 0 has changed weights; set graph.enabled=off", alone=True)
+    for bias, old in zip(biases, olds):
+        bias.copy_(old)
 
 
-def _sums(net: ShardedFlux) -> Tensor:
+@torch.no_grad()
+def bit_sums(state: State) -> Tensor:
     """A number for each weight shard that tells equal bits from others, up to chance."""
-    shards = (sharding.local_rows(parameter)[1] for parameter in sharding.named_parameters(net).values())
-    return torch.stack([shard.view(torch.int32).sum(dtype=torch.int64) for shard in shards])
+    return torch.stack([shard.view(torch.int32).sum(dtype=torch.int64) for shard in state.opt.shards])
 
 
-def measured(steps: StepRunner) -> dict[str, float]:
+def measured(runner: StepRunner) -> dict[str, float]:
     """Loss and norm of two steps at learning rate 0 and the sum of a validation, in each phase, from the same start.
 
     The second step shows gradients that the first one has left. sync: the host reads them all.
     """
     found = {}
-    step = steps.state.step
-    for phase in steps.state.arithmetic.phases:
-        steps.forget()
-        steps.state.set_counters(phase, steps.state.samples)
+    for phase in runner.state.arithmetic.phases:
+        runner.forget()
+        runner.state.set_counters(phase, 0)
         for number in (1, 2):
-            loss, norm = steps.train()
+            loss, norm = runner.train()
             found[f"loss of step {number} in phase {phase}"] = float(loss)
             found[f"norm of step {number} in phase {phase}"] = float(norm)
-        steps.sums.zero_()
-        steps.validate()
-        found[f"loss of validation in phase {phase}"] = float(steps.sums[1].sum())
-        steps.sharded()
-    steps.forget()
-    steps.state.set_counters(step, steps.state.samples)
+        runner.sums.zero_()
+        runner.validate()
+        found[f"loss of validation in phase {phase}"] = float(runner.sums[1].sum())
+        runner.sharded()
+    runner.state.set_counters(0, 0)
     return found
 
 

@@ -154,11 +154,13 @@ def test_host_buffers_do_not_overlap_and_waste_little():
         rows = {
             name: TensorSlice(torch.empty(ceil(shape[0] / 8), *shape[1:]), 0, shape) for name, shape in table.items()
         }
-        copies = checkpoint.allocate_host_buffers(rows, pin=False)
-    storages = {part.local.untyped_storage()._cdata: part.local.untyped_storage() for part in copies.values()}
+        groups = checkpoint.host_copies(rows, pin=False)
+    storages = [{part.local.untyped_storage()._cdata for part in group.values()} for group in groups]
+    sizes = [next(iter(group.values())).local.untyped_storage().nbytes() for group in groups]
+    assert [len(one) for one in storages] == [1] * len(groups) == [1] * len(set.union(*storages))
     needed = sum(part.local.nbytes for part in rows.values())
-    taken = sum(1 << (storage.nbytes() - 1).bit_length() for storage in storages.values())
-    assert needed < taken < 1.1 * needed
+    assert sum(sizes) == needed and max(sizes) <= checkpoint.FILE_BYTES
+    assert sum(1 << (size - 1).bit_length() for size in sizes) < 1.1 * needed
 
 
 @pytest.mark.parametrize("writers", SEVERAL)
@@ -224,7 +226,7 @@ def test_what_a_start_lacks_for_checkpoints_is_refused_and_leaves_nothing(trains
         code, _, line = trains(tmp_path / "run")
     assert code == 2 and "GB free and a checkpoint takes" in line and f"{tmp_path} " in line
     assert "set run.dir to another disk or checkpoint.save=false" in line
-    monkeypatch.setattr(checkpoint, "allocate_host_buffers", Mock(side_effect=MemoryError("cannot pin")))
+    monkeypatch.setattr(checkpoint, "host_copies", Mock(side_effect=MemoryError("cannot pin")))
     code, _, line = trains(tmp_path / "run")
     assert code == 3 and line.startswith("out of memory: cannot pin; free memory")
     assert {path.name for path in tmp_path.iterdir()} <= {".run.lock"}

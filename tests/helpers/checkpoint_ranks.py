@@ -115,8 +115,9 @@ def recorded() -> Iterator[list[tuple[float, str, str]]]:
 def write(cfg: Config, world: World) -> dict:
     """The written state's checkpoint, and in which order it came to the disk."""
     state, said = lively_state(cfg, world), []
-    own = Saver(cfg, world, state, FACTS, said.append)
-    with recorded() as events, mock.patch.object(checkpoint, "FILE_BYTES", FILE_BYTES):
+    with mock.patch.object(checkpoint, "FILE_BYTES", FILE_BYTES):
+        own = Saver(cfg, world, state, FACTS, said.append)
+    with recorded() as events:
         for _ in range(2):  # the second finds it saved
             own.save(state)
         own.finish()
