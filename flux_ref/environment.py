@@ -28,7 +28,7 @@ def environment(world: World) -> dict[str, object]:
     """What a run runs on, as environment.json has it."""
     return {
         "ranks": world.size,
-        "nodes": sorted(set(world.nodes)),
+        "replicas": world.replicas,
         "device": device_name(world.device),
         "torch": torch.__version__,
         "commit": commit(),

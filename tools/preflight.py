@@ -114,7 +114,7 @@ def survey(world: ranks.World, wait_s: float, mark: Callable[[str], None]) -> di
     """
     host = ranks.host_group("preflight")
     found: dict[str, list[float]] = {}
-    for what, groups in rounds(world.size, world.size // ranks.replica_count(0, world.nodes)):
+    for what, groups in rounds(world.size, world.size // world.replicas):
         mark(what)
         measure, *_ = KINDS[what]
         speed = -1.0

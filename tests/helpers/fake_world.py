@@ -17,6 +17,6 @@ def fake_world(size: int, rank: int = 0, node: int = 8, replicate: int = 0) -> I
     try:
         nodes = [str(number // node) for number in range(size)]
         mesh = ranks.make_mesh("cpu", size, ranks.replica_count(replicate, nodes))
-        yield ranks.World(rank, size, torch.device("cpu"), mesh, nodes)
+        yield ranks.World(rank, size, torch.device("cpu"), mesh)
     finally:
         ranks.stop()

@@ -74,7 +74,7 @@ def one_process() -> Iterator[World]:
     if alone:
         dist.init_process_group(ranks.BACKENDS["cpu"], store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield World(0, 1, CPU, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)), ["this"])
+        yield World(0, 1, CPU, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)))
     finally:
         if alone:
             ranks.stop()
