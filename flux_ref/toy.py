@@ -164,8 +164,8 @@ def _samples(drawings: list[Drawing], count: int, model: ModelConfig, split: str
         round_, timestep = divmod(i, schedule.TIMESTEPS)
         drawing = drawings[round_ % len(drawings)]
         words = rng.words(0, rng.TOY_SHAPES, 2, sample=i, epoch=int(is_val))
-        dx, dy = JITTER * (2 * rng.uniform(words) - 1)
-        picture = render(drawing, model.latent_height * 8, model.latent_width * 8, float(dx), float(dy))
+        shift = JITTER * (2 * rng.uniform(words) - 1)
+        picture = render(drawing, model.latent_height * 8, model.latent_width * 8, *shift)
         members = encode_caption(drawing.caption, model)
         members["mean"] = encode(picture)
         members["logvar"] = np.full(model.latent_shape, LOGVAR)

@@ -30,9 +30,8 @@ DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 
 def diffusers_config(model: ModelConfig) -> dict:
     """The architecture as diffusers' config.json states it. Raises: Refusal for numbers that it has no place for."""
-    for key, only in (("mlp_ratio", 4), ("rope_theta", 10_000)):
-        if getattr(model, key) != only:
-            raise Refusal(f"diffusers' FLUX has model.{key}={only} only, these weights have {getattr(model, key)}")
+    if model.mlp_ratio != 4 or model.rope_theta != 10_000:
+        raise Refusal("diffusers' FLUX has model.mlp_ratio=4 and model.rope_theta=10000; use --format=bfl")
     return {
         "_class_name": "FluxTransformer2DModel",
         "attention_head_dim": model.head_dim,
@@ -63,12 +62,11 @@ def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: to
         file = partial
         if layout == "diffusers":
             parts = weights.bfl_parts(model)
-            config = diffusers_config(model)
             partial.mkdir()
-            (partial / "config.json").write_text(json.dumps(config, indent=2))
+            (partial / "config.json").write_text(json.dumps(diffusers_config(model), indent=2))
             file = partial / DIFFUSERS_FILE
         tensors = {}
-        for name in progress(parts, desc=out.name, unit=" tensors", leave=False):
+        for name in progress(parts, desc=out.name, leave=False):
             rows = [source.read(part.name, part.first, part.rows).to(dtype) for part in parts[name]]
             tensors[name] = torch.cat(rows)
         save_file(tensors, file, metadata)
@@ -89,7 +87,7 @@ def main(argv: list[str]) -> int:
     model = weights.config_of(path, args.config).model
     source = weights.open_source(path, model, args.ema)
     export(source, model, args.out, args.format, DTYPES[args.dtype])
-    print(f"{args.out}: written from {path}{', the average of its weights' if args.ema else ''}")
+    print(f"{args.out}: written from {path}")
     return 0
 
 
