@@ -178,7 +178,7 @@ def main(argv: list[str]) -> int:
 def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
     """Both data sets, not opened yet. Makes the drawings of data.kind=shapes on first use. Collective."""
     with ranks.agreed():
-        if cfg.data.kind == "shapes" and world.rank == 0:
+        if world.rank == 0:
             toy.ensure(cfg)
     with ranks.agreed():
         return TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)

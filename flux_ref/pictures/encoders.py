@@ -104,10 +104,6 @@ class TextEncoder:
             raise Refusal(f"encoder {folder}: {one_line(error)}; {FETCH}") from None
         self.net = net.to(device).eval().requires_grad_(False)
 
-    def longer(self, captions: Sequence[str]) -> int:
-        """How many captions have more tokens than the net reads."""
-        return sum(len(ids) > self.tokens for ids in self.tokenizer(list(captions))["input_ids"])
-
     def __call__(self, captions: Sequence[str]) -> Tensor:
         """T5's states, (B, T, E); CLIP's pooled vectors, (B, V)."""
         ids_BT = self.tokenizer(

@@ -54,9 +54,8 @@ class Maker:
     pool: ThreadPoolExecutor
     bar: tqdm
 
-    def make(self, number: int, part: Part) -> int:
-        """Write the shards of a part, then its list of rejected pictures. Returns how many captions T5 cuts."""
-        longer = 0
+    def make(self, number: int, part: Part) -> None:
+        """Write the shards of a part, then its list of rejected pictures."""
         count = 0
         rejected = []
         with ExitStack() as stack:
@@ -71,7 +70,6 @@ class Maker:
                 if not good:
                     continue
                 names, found, captions = zip(*good)
-                longer += self.nets.t5.longer(captions)
                 members = self.nets.encode(torch.stack(found), captions)
                 for i, name in enumerate(names):
                     split = _split(name, self.args.val_share)
@@ -83,7 +81,6 @@ class Maker:
                     shards.add(written[split], shards.Meta(key, caption=captions[i]), own)
                     count += 1
         files.write_whole(_done(self.folder, number), "".join(rejected))
-        return longer
 
     def _batches(self, part: Part) -> Iterator[list[tuple[Picture, Loaded]]]:
         """The pictures of a part, in order. Threads load some of the next ones meanwhile."""
@@ -219,16 +216,13 @@ def run(args: argparse.Namespace) -> int:
                     _made(folder, split).mkdir(exist_ok=True)
         bar = progress(desc=f"encoding, rank 0 of {world.size}", unit=" pictures", disable=world.rank > 0)
         maker = Maker(args, folder, model, nets, pool, stack.enter_context(bar))
-        longer = 0
         for number in range(world.rank, len(parts), world.size):
             if not _done(folder, number).exists():
-                longer += maker.make(number, parts[number])
-        longer = sum(ranks.gather_objects(longer))
+                maker.make(number, parts[number])
+        ranks.barrier()  # all parts are there
         with ranks.agreed():
             if world.rank == 0:
                 files.remove(folder / "set" / "empty_encodings")
                 shards.write_empty(folder / "set" / "empty_encodings", nets.encode_text([""]))
                 print(f"{args.output}: {_finish(folder, shards.layout(model))}")
-    if world.rank == 0 and longer:
-        print(f"{longer} of the captions encoded now are cut after {model.text_tokens} tokens, model.text_tokens")
     return 0
