@@ -147,7 +147,7 @@ def test_a_stopped_command_goes_on_with_the_parts_that_are_not_done(nets, tmp_pa
     assert len(train) + len(val) == 40 and 8 <= len(val) < 20
     assert [(meta.key, meta.timestep) for meta in val] == [(f"val_{i:08d}", i % 8) for i in range(len(val))]
     with failing(shards, "add", 7, OSError(28, "No space left on device")):
-        assert "tar: No space left on device; free its disk" in refused(stopped, capsys, code=3)
+        assert "tar: No space left on device; free" in refused(stopped, capsys, code=3)
     with failing(Encoders, "encode", 5, KeyboardInterrupt()):
         assert prepare.main(stopped) == 130
     with failing(shards, "add", 35, KeyboardInterrupt()):  # while validation is copied
