@@ -150,7 +150,7 @@ class OptimConfig:
     warmup_steps: int = key(1600, "steps of the linear warm-up")
     beta1: float = key(0.9, "decay of the first moment", most=0.999999999, closed=CHECKER)
     beta2: float = key(0.95, "decay of the second moment", most=0.999999999, closed=CHECKER)
-    eps: float = key(1e-8, "added to the root of the second moment, in fp32", least=1e-30, closed=CHECKER)
+    eps: float = key(1e-8, "added to the root of the second moment, in fp32", closed=CHECKER)
     weight_decay: float = key(0.1, "decay of every parameter per step, times lr", closed=CHECKER)
     clip_norm: float = key(1.0, "most that the norm of all gradients may be", least=1e-6, closed=CHECKER)
     ema: int = key(0, "half-life in samples of an average of the weights (eval.py --ema); 0: none")
@@ -170,7 +170,6 @@ class EvalConfig:
         choices=("fresh", "fixed"),
         closed=REFERENCE,
     )
-    band: bool = free(True, "warn if the loss lies above those of the public runs of this batch")
 
 
 @dataclass(frozen=True)
@@ -286,7 +285,7 @@ class Config:
 KEYS = {  # by "section.key"
     f"{section.name}.{own.name}": Key(type=own.type, default=own.default, **own.metadata)
     for section in fields(Config)[1:]
-    for own in fields(section.default)
+    for own in fields(getattr(Config, section.name))
 }
 
 

@@ -141,8 +141,9 @@ class Terminal:
     def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
 
-    def write(self, text: str) -> None:
+    def write(self, text: str) -> int:
         self._patiently(lambda: self.stream.write(text))
+        return len(text)
 
     def flush(self) -> None:
         self._patiently(self.stream.flush)

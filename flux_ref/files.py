@@ -16,11 +16,10 @@ from pathlib import Path
 
 from flux_ref.errors import Refusal
 
-MOST_BYTES = 2**31  # of a list that a data set may have: a line for each picture
 PARTIAL = ".flux_ref_partial"  # how the names of what is being written end
 
 
-def read_bytes(path: Path, what: str, most: int = MOST_BYTES) -> bytes:
+def read_bytes(path: Path, what: str, most: int = 2**31) -> bytes:
     """The bytes of a regular file of at most `most`. what: its kind, for the message. Raises: Refusal, OSError."""
     if not path.is_file():  # a pipe would wait for ever
         raise Refusal(f"{what} {path} is no file; give a file")
@@ -49,7 +48,7 @@ def json_object(text: str | bytes) -> dict:
     """A JSON object; {} for anything else."""
     try:
         content = json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -84,7 +83,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def remove(path: Path) -> None:
     """Delete a file or a folder with all that is in it, if it is there."""
-    if path.is_dir() and not path.is_symlink():
+    if path.is_dir():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -114,9 +114,12 @@ def head(cfg: Config, world_size: int, train_count: int, val_count: int) -> dict
     interval = cfg.eval.every_samples
     if cfg.mllog.ruleset == "6.1.0":  # spec: from 6.1.0 on, rounded up to whole steps
         interval = schedule.steps_for(interval, batch) * batch
-    found = values(cfg, train_count, val_count)
-    found |= {"benchmark": "flux1", "optimizer": "adamw", "interval": interval}
-    found["accumulation"] = batch // (world_size * micro)
+    found = values(cfg, train_count, val_count) | {
+        "benchmark": "flux1",
+        "optimizer": "adamw",
+        "interval": interval,
+        "accumulation": batch // (world_size * micro),
+    }
     entries = {name: found[key] for name, key in HEAD.items()}
     if cfg.mllog.ruleset != "5.1.0":  # precision and parallelism: optional in 6.0.0, required from 6.1.0 on
         dtypes = [DTYPE_NAMES[dtype] for dtype in (cfg.parallel.dtype, cfg.parallel.reduce_dtype)]

@@ -103,10 +103,9 @@ class BenchmarkLog:
         self.mllogger.end(constants.EVAL_STOP, metadata={"samples_count": samples})
 
     def disqualify(self, why: str) -> None:
-        """Log why this run's time is no benchmark result. The same words again do nothing."""
-        if why not in self.flaws:
-            self.flaws.append(why)
-            self.mllogger.event("disqualified", why)
+        """Log why this run's time is no benchmark result."""
+        self.flaws.append(why)
+        self.mllogger.event("disqualified", why)
 
     @property
     def flaw(self) -> str:

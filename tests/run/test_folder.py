@@ -74,7 +74,7 @@ OUTCOMES = {
     "saved": "from step_000000004",
     "finished": "holds a finished run; raise train.max_samples or lower eval.target to train it longer",
     "unsaved": "holds a finished run; raise",
-    "foreign": "holds notes.txt but no run; set run.dir to another folder",
+    "foreign": "holds files but no run; set run.dir to another folder",
 }
 
 

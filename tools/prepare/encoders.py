@@ -8,6 +8,7 @@ random, so a run with these encoders shows that the chain works, and its drawing
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,11 @@ from flux_ref.pictures.encoders import new_autoencoder
 from tools.prepare import job
 
 PIXELS = 64  # rows and columns of a drawing
-TOKENS = {"vocab_size": 384, "bos_token_id": 2, "eos_token_id": 1}  # of ByT5's tokenizer, which needs no vocabulary
+TOKENS: dict[str, Any] = {
+    "vocab_size": 384,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}  # of ByT5's tokenizer, which needs no vocabulary
 
 
 def save_encoders(folder: Path, t5_dim: int, clip_dim: int) -> None:
@@ -27,7 +32,7 @@ def save_encoders(folder: Path, t5_dim: int, clip_dim: int) -> None:
 
     transformers.logging.disable_progress_bar()
     t5 = transformers.T5Config(d_model=t5_dim, d_ff=64, num_layers=2, num_heads=1, **TOKENS)
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    layers: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     clip = transformers.CLIPTextConfig(hidden_size=clip_dim, **layers, **TOKENS)
     torch.manual_seed(0)
     new_autoencoder().save_pretrained(folder / "vae")

@@ -16,7 +16,7 @@ from flux_ref.loss_chart import span
 from tools.report.result_log import number
 from tools.report.score import System
 
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False, "axes.grid": True}
+STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False, "axes.grid": True}
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1"><title>FLUX.1 training benchmark</title><style>
 div{overflow-x:auto}pre{white-space:pre-wrap;font-size:13px}
