@@ -23,9 +23,12 @@ from flux_ref.precision.formats import PRODUCTS, Pair, Products, Side
 
 # Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear; R rows and S columns, which are summed over.
 INPUT, WEIGHT, GRADIENT = range(3)  # what a side is a cast of
-SIDES_OF = {"forward": (INPUT, WEIGHT), "grad_input": (GRADIENT, WEIGHT), "grad_weight": (GRADIENT, INPUT)}
-TURNED = {"forward": (), "grad_input": (WEIGHT,), "grad_weight": (GRADIENT, INPUT)}
-Scaled = tuple[Tensor, Tensor, Tensor]  # as casts.scaled returns it
+SIDES_OF = {  # a product's sides, and whether a side is turned first
+    "forward": ((INPUT, False), (WEIGHT, False)),
+    "grad_input": ((GRADIENT, False), (WEIGHT, True)),
+    "grad_weight": ((GRADIENT, True), (INPUT, True)),
+}
+Scaled = tuple[Tensor, Tensor, Tensor | None]  # as casts.scaled returns it
 
 GRID = 2.0**-16  # of numbers for rounding; a word of 64 bits gives four
 ROUNDS = 10
@@ -74,7 +77,7 @@ class BlockMatmul(torch.autograd.Function):
 
 
 def _product(how: How, product: str, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product of two tensors, of which those in TURNED are turned first, and a bias; bf16."""
+    """The product of two tensors, each turned first where SIDES_OF says so, and a bias; bf16."""
     one, other = how.pairs[product]
     x_RS, x_chance = _given(how, product, 0, left)
     y_CS, y_chance = _given(how, product, 1, right)
@@ -85,13 +88,11 @@ def _product(how: How, product: str, left: Tensor, right: Tensor, bias: Tensor |
     x, x_scale = held(one, x_RS, x_chance)
     y, y_scale = held(other, y_CS, y_chance)
     # A CPU without bf16 matrix units multiplies bf16 many times slower than fp32, which holds the same values.
-    if x_scale is None and y_scale is None and x.device.type != "cpu":
+    if x_scale is y_scale is None and x.device.type != "cpu":
         return F.linear(x, y, bias)  # sums in fp32
     out = x.float() @ y.float().t()
-    if x_scale is not None:
-        out = out * x_scale
-    if y_scale is not None:
-        out = out * y_scale.t()
+    for scale in (x_scale, y_scale):
+        out = out if scale is None else out * scale
     return (out if bias is None else out + bias.float()).bfloat16()
 
 
@@ -101,7 +102,7 @@ def _given(how: How, product: str, place: int, tensor: Tensor) -> tuple[Tensor, 
     place: 0 on the left, 1 on the right.
     """
     side = how.pairs[product][place]
-    kind = SIDES_OF[product][place]
+    kind, is_turned = SIDES_OF[product][place]
     chance = None
     if side and side.stochastic and how.draws:
         seed, step, sample, linear = how.draws
@@ -109,9 +110,8 @@ def _given(how: How, product: str, place: int, tensor: Tensor) -> tuple[Tensor, 
         rows = 0 if kind == WEIGHT else how.rows  # of the tensor for each sample
         first = sample * (rows * tensor.shape[1])
         chance = chances(torch.stack((seed, step, number, first)), tensor)
-    if kind in TURNED[product]:
-        return tensor.t(), None if chance is None else chance.t().contiguous()
-    return tensor, chance
+        chance = chance.t().contiguous() if is_turned else chance
+    return tensor.t() if is_turned else tensor, chance
 
 
 def scaled(side: Side, x_RS: Tensor, chance_RS: Tensor | None = None) -> Scaled:
@@ -123,19 +123,16 @@ def scaled(side: Side, x_RS: Tensor, chance_RS: Tensor | None = None) -> Scaled:
 
 
 def held(side: Side | None, x_RS: Tensor, chance_RS: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """A side as (values (R, S) in bf16; an fp32 scale to multiply a product with, or None for 1).
+    """A side as (values (R, S) in bf16; an fp32 scale () to multiply a product with, or None for 1).
 
-    The scale is one for all that is summed over.
     numerics: bf16 holds the values exactly. A value and its E8M0 or E4M3 scale have at most 6 significant bits. Below
     2**-126 bf16 may round them.
     """
     if side is None:
         return x_RS.bfloat16(), None
     values, scales, whole = scaled(side, x_RS, chance_RS)
-    if not side.scaling.columns:
-        return values.bfloat16(), scales
     casts.blocks(values, side.scaling).mul_(scales[:, None, :, None])
-    return values.bfloat16(), whole if side.scaling.rule == "two-level" else None
+    return values.bfloat16(), whole
 
 
 @torch.library.custom_op("flux_ref::chances", mutates_args=())
@@ -187,9 +184,9 @@ def _multiplied(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 
 FP8 = torch.float8_e4m3fn
 FP4 = torch.float4_e2m1fn_x2
-# Kinds of scales, each with the dtype that torch reads it as.
-BLOCKS = {ScalingType.BlockWise1x32: torch.float8_e8m0fnu}
-TWO_LEVELS = {ScalingType.BlockWise1x16: torch.float8_e4m3fn, ScalingType.TensorWise: torch.float32}
+E8M0 = torch.float8_e8m0fnu
+BLOCKS = [ScalingType.BlockWise1x32]
+TWO_LEVELS = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
 TILES = SwizzleType.SWIZZLE_32_4_4  # see `swizzled`
 FLAT = SwizzleType.NO_SWIZZLE
 
@@ -198,26 +195,27 @@ class Kernel(NamedTuple):
     """A product of torch. Both sides are of the same kind."""
 
     codes: torch.dtype
-    scales: dict[ScalingType, torch.dtype]
-    swizzle: SwizzleType  # of the scales of blocks
+    scale: torch.dtype  # of blocks; that of a tensor is fp32
+    kinds: list[ScalingType]
+    swizzles: list[SwizzleType]  # one for each kind
     multiples: tuple[int, int, int]  # what M, N and K must be divisible by
 
 
 KERNELS = {
-    "blackwell mxfp8": Kernel(FP8, BLOCKS, TILES, (1, 16, 32)),
-    "blackwell mxfp4": Kernel(FP4, BLOCKS, TILES, (1, 16, 32)),
-    "blackwell nvfp4": Kernel(FP4, TWO_LEVELS, TILES, (1, 16, 32)),
-    "mi350 mxfp8": Kernel(FP8, BLOCKS, FLAT, (32, 32, 128)),  # of K 128: so torch's older call demands
-    "mi350 mxfp4": Kernel(FP4, BLOCKS, FLAT, (32, 32, 128)),
+    "blackwell mxfp8": Kernel(FP8, E8M0, BLOCKS, [TILES], (1, 16, 32)),
+    "blackwell mxfp4": Kernel(FP4, E8M0, BLOCKS, [TILES], (1, 16, 32)),
+    "blackwell nvfp4": Kernel(FP4, FP8, TWO_LEVELS, [TILES, FLAT], (1, 16, 32)),
+    "mi350 mxfp8": Kernel(FP8, E8M0, BLOCKS, [FLAT], (32, 32, 128)),  # of K 128: so torch's older call demands
+    "mi350 mxfp4": Kernel(FP4, E8M0, BLOCKS, [FLAT], (32, 32, 128)),
 }
 DEVICES = {"sm100": "blackwell", "sm103": "blackwell", "gfx950": "mi350"}  # by fp8.architecture
 
 
 def kernel(arch: str, pair: Pair, sizes: tuple[int, int, int]) -> str:
     """The name in KERNELS of torch's product of two sides on an architecture; "": torch has none. sizes: M, N, K."""
-    bases = {side.name.split("+")[0].removesuffix("_2d") if side else "" for side in pair}
-    name = f"{DEVICES.get(arch)} {bases.pop()}"
-    if bases or name not in KERNELS:
+    left, right = (side.name.split("+")[0].removesuffix("_2d") if side else "" for side in pair)
+    name = f"{DEVICES.get(arch)} {left}"
+    if left != right or name not in KERNELS:
         return ""
     return "" if any(size % one for size, one in zip(sizes, KERNELS[name].multiples)) else name
 
@@ -227,7 +225,7 @@ def native(name: str, left: Scaled, right: Scaled) -> Tensor:
     return _device_mm(*operand(KERNELS[name], *left), *operand(KERNELS[name], *right), name)
 
 
-def operand(kernel: Kernel, values_RS: Tensor, scales: Tensor, whole: Tensor) -> tuple[Tensor, list[Tensor]]:
+def operand(kernel: Kernel, values_RS: Tensor, scales: Tensor, whole: Tensor | None) -> tuple[Tensor, list[Tensor]]:
     """Codes, uint8 (R, S), or (R, S / 2) if two share a byte; scales: uint8 codes, and fp32 () of two levels."""
     if kernel.codes == FP4:
         codes = casts.fp4_codes(values_RS).contiguous()
@@ -235,10 +233,9 @@ def operand(kernel: Kernel, values_RS: Tensor, scales: Tensor, whole: Tensor) ->
     else:
         codes = values_RS.to(kernel.codes).view(torch.uint8).contiguous()
     scales = scales.repeat_interleave(len(values_RS) // len(scales), 0)  # of 2-D blocks
-    if kernel.scales is TWO_LEVELS:
-        return codes, [swizzled(scales.to(FP8).view(torch.uint8)), whole]
-    found = casts.scale_codes(scales)
-    return codes, [swizzled(found) if kernel.swizzle is TILES else found.flatten()]
+    found = casts.scale_codes(scales) if whole is None else scales.to(FP8).view(torch.uint8)
+    placed = swizzled(found) if TILES in kernel.swizzles else found.flatten()
+    return codes, [placed] if whole is None else [placed, whole]
 
 
 def swizzled(codes_RS: Tensor) -> Tensor:
@@ -256,12 +253,13 @@ def swizzled(codes_RS: Tensor) -> Tensor:
 @torch.library.custom_op("flux_ref::native_mm", mutates_args=())
 def _device_mm(a: Tensor, a_scales: list[Tensor], b: Tensor, b_scales: list[Tensor], name: str) -> Tensor:
     """torch's product of operands. name: of the kernel."""
-    codes, scales, swizzle, _ = KERNELS[name]
-    kinds = list(scales)
-    swizzles = [swizzle, FLAT][: len(kinds)]
-    left, right = ([one.view(dtype) for one, dtype in zip(found, scales.values())] for found in (a_scales, b_scales))
-    a = a.view(codes)
-    b = b.view(codes)
+    kernel = KERNELS[name]
+    kinds = kernel.kinds
+    swizzles = kernel.swizzles
+    left = [a_scales[0].view(kernel.scale), *a_scales[1:]]
+    right = [b_scales[0].view(kernel.scale), *b_scales[1:]]
+    a = a.view(kernel.codes)
+    b = b.view(kernel.codes)
     return scaled_mm(a, b.t(), left, kinds, right, kinds, swizzles, swizzles, output_dtype=torch.bfloat16)
 
 

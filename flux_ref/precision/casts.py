@@ -54,15 +54,19 @@ def blocks(x_MK: Tensor, scaling: Scaling) -> Tensor:
     return x_MK.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 
 
-def scaled(x_MK: Tensor, form: Format, scaling: Scaling, chance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """fp32 -> (values on the format's grid, fp32 of x's shape; block scales (M / rows, K / columns); tensor scale ()).
+def scaled(
+    x_MK: Tensor, form: Format, scaling: Scaling, chance: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """fp32 -> (values on the format's grid, fp32 of x's shape; scales of blocks, of the tensor).
 
-    A value times both scales is what the tensor has become. chance: as for `rounded`, of x's shape.
+    The scales of blocks are (M / rows, K / columns); that of the tensor is () or None for 1. A value times both scales
+    is what the tensor has become. chance: as for `rounded`, of x's shape.
     A block that holds a NaN or an infinity gets a scale of NaN. (MX leaves this case to the implementation.)
     """
     parts = blocks(x_MK, scaling)
     amax = parts.abs().amax((1, 3), keepdim=True)
-    whole = torch.ones((), device=x_MK.device)
+    scale = torch.ones_like(amax)
+    whole = None
     if scaling.rule == "two-level":
         whole = amax.amax() / (E4M3.largest * form.largest)
         # numerics: lower bounds keep 1 / whole and 1 / scale finite.
@@ -70,8 +74,8 @@ def scaled(x_MK: Tensor, form: Format, scaling: Scaling, chance: Tensor | None =
         scale = rounded((amax / form.largest / whole).clamp(min=2.0**E4M3.least), E4M3)
         factor = (1 / whole) / scale
     elif scaling.rule == "linear":
-        factor = scale_of_magnitude(amax, form.largest)
-        scale = factor.reciprocal()
+        factor = scale_of_magnitude(amax.amax(), form.largest)
+        whole = factor.reciprocal()
     else:
         exponent = scale_exponent(amax, form, scaling.rule)
         scale = power_of_two(exponent)

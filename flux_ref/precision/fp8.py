@@ -117,44 +117,34 @@ def scaled_mm(
     b_KN: Tensor,
     inverse_a: Tensor,
     inverse_b: Tensor,
-    row_times_column: bool,
     bias_N: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
     fast: bool = False,
 ) -> Tensor:
-    """a @ b + bias of FP8 tensors: (M, N).
+    """a @ b + bias of FP8 tensors: (M, N) bf16.
 
     inverse_*: 1 / the scale that a side was cast with.
-    fast: sum with less than fp32's precision where the device can (Hopper). A CPU asserts what Hopper would refuse.
+    fast: sum with less than fp32's precision where the device can (Hopper).
     """
-    assert a_MK.stride(1) == 1 or not row_times_column, "the left side is not row-major"
-    assert b_KN.stride(0) == 1 or not row_times_column, "the right side is not column-major"
     if has_kernel(a_MK.device):
-        return _device_mm(a_MK, b_KN, out_dtype, inverse_a, inverse_b, bias_N, fast)
+        return _device_mm(a_MK, b_KN, inverse_a, inverse_b, bias_N, fast)
     # numerics: decoding is exact, as is the product of two decoded values. Only the sum's order depends on the CPU.
     out_MN = torch.mm(a_MK.float(), b_KN.float()) * inverse_a * inverse_b
-    return (out_MN if bias_N is None else out_MN + bias_N.float()).to(out_dtype)
+    return (out_MN if bias_N is None else out_MN + bias_N.float()).bfloat16()
 
 
 @torch.library.custom_op("flux_ref::scaled_mm", mutates_args=())
 def _device_mm(
-    a_MK: Tensor,
-    b_KN: Tensor,
-    out_dtype: torch.dtype,
-    inverse_a: Tensor,
-    inverse_b: Tensor,
-    bias_N: Tensor | None,
-    fast: bool,
+    a_MK: Tensor, b_KN: Tensor, inverse_a: Tensor, inverse_b: Tensor, bias_N: Tensor | None, fast: bool
 ) -> Tensor:
     """torch's own product, hidden from Inductor, which (torch 2.11 to 2.15) makes Hopper's layouts on every device."""
     return torch._scaled_mm(
-        a_MK, b_KN, scale_a=inverse_a, scale_b=inverse_b, bias=bias_N, out_dtype=out_dtype, use_fast_accum=fast
+        a_MK, b_KN, inverse_a, inverse_b, bias=bias_N, out_dtype=torch.bfloat16, use_fast_accum=fast
     )
 
 
 @_device_mm.register_fake
-def _(a_MK, b_KN, out_dtype, *_):
-    return a_MK.new_empty(len(a_MK), b_KN.shape[1], dtype=out_dtype)
+def _(a_MK, b_KN, *_):
+    return a_MK.new_empty(len(a_MK), b_KN.shape[1], dtype=torch.bfloat16)
 
 
 @register_flop_formula(torch.ops.flux_ref.scaled_mm)  # parallel.activation_budget weighs what it recomputes
@@ -203,7 +193,7 @@ class Fp8Matmul(torch.autograd.Function):
         ctx.arith = arith
         ctx.grad_in_fp8 = grad_in_fp8
         ctx.widths = [part.shape[1] for part in parts]
-        out_MN = scaled_mm(x8_MK, codes_NK.t(), input_inverse, weight_inverse, rule, bias_N, parts[0].dtype, fast=True)
+        out_MN = scaled_mm(x8_MK, codes_NK.t(), input_inverse, weight_inverse, bias_N, fast=True)
         return out_MN.split(widths, dim=1)
 
     @staticmethod
@@ -211,16 +201,15 @@ class Fp8Matmul(torch.autograd.Function):
         kept_NK, input_inverse, weight_scale, weight_inverse, *kept = ctx.saved_tensors
         rule = ctx.arith.row_times_column
         kind = ctx.arith.gradient
-        dtype = grads[0].dtype
         amax_N = torch.cat([magnitudes(grad, dim=0) for grad in grads])  # in one pass with the bias' gradient
         grad_scale, grad_inverse = scales_of(amax_N, kind, ctx.of_grad)
         g8_MN, g8_NM = _codes(grads, grad_scale, kind, rule)
         w8_NK = kept_NK if kept_NK.dtype == ctx.arith.forward else cast(kept_NK, weight_scale, ctx.arith.forward)
         if rule:
-            w8_NK = _column_major(w8_NK, grad_scale)
-        grad_x_MK = scaled_mm(g8_MN, w8_NK, grad_inverse, weight_inverse, rule, out_dtype=dtype)
+            w8_NK = w8_NK.t().contiguous().t()
+        grad_x_MK = scaled_mm(g8_MN, w8_NK, grad_inverse, weight_inverse)
         if ctx.grad_in_fp8:
-            grad_w_NK = scaled_mm(g8_NM, kept[0].t(), grad_inverse, input_inverse, rule, out_dtype=dtype)
+            grad_w_NK = scaled_mm(g8_NM, kept[0].t(), grad_inverse, input_inverse)
         else:
             grad_w_NK = torch.cat(grads, dim=1).t() @ torch.cat(kept, dim=1)
         grad_b_N = torch.cat([grad.sum(0) for grad in grads]) if ctx.needs_input_grad[1] else None
@@ -235,18 +224,6 @@ def _codes(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, row_times
         return codes_MN, codes_MN.t().contiguous() if row_times_column else codes_MN.t()
     codes_MN = torch.cat(casts, dim=1)
     return codes_MN, torch.cat([part.t() for part in casts]) if row_times_column else codes_MN.t()
-
-
-def _column_major(codes: Tensor, grad_scale: Tensor) -> Tensor:
-    """The same codes, column-major.
-
-    A compiler moves work that needs no gradient into forward. The turned copy of every weight would then be kept until
-    backward. So to the compiler the copy depends on the gradient: it adds 1 where a scale is below 0, which none is.
-    """
-    if torch.compiler.is_compiling():
-        zero = (grad_scale < 0).to(torch.uint8)
-        codes = (codes.view(torch.uint8) + zero).view(codes.dtype)
-    return codes.t().contiguous().t()
 
 
 def scales_of(found: Tensor, dtype: torch.dtype, remembered: Remembered = NOTHING) -> Scales:

@@ -66,20 +66,19 @@ def install(net: nn.Module, cfg: Config) -> None:
     linears = [one for one in net.modules() if isinstance(one, PolicyLinear) and one.layer in names]
     if not linears:
         return
-    weights = [cast(DTensor, linear.weight) for linear in linears]
-    mesh = weights[0].device_mesh
-    device = weights[0]._local_tensor.device
-    largest = max(weight.numel() for weight in weights)
+    device = linears[0].weight.device
+    largest = max(linear.weight.numel() for linear in linears)
     placeholder = torch.full((largest,), math.nan, device=device, dtype=torch.bfloat16)
     encode = torch.compile(_encode, fullgraph=True, dynamic=False) if cfg.parallel.compile else _encode
     every = []
-    for linear, weight in zip(linears, weights):
+    for linear in linears:
         scales = torch.ones((), device=device), torch.ones((), device=device)
-        shard = weight._local_tensor  # `to_local` returns another tensor object
+        shard = cast(DTensor, linear.weight)._local_tensor  # `to_local` returns another tensor object
         one = Gathered(linear, shard, scales, placeholder, encode)
         shard.fsdp_pre_all_gather = one.fsdp_pre_all_gather  # type: ignore[attr-defined]  # as FSDP2 documents
         shard.fsdp_post_all_gather = one.fsdp_post_all_gather  # type: ignore[attr-defined]
         every.append(one)
+    mesh = cast(DTensor, linears[0].weight).device_mesh
     group = mesh.get_group(mesh.ndim - 1)
     # FSDP2's own hook casts and gathers, so this one comes before it.
     net.register_forward_pre_hook(lambda *_: _agree(every, group), prepend=True)
@@ -88,9 +87,6 @@ def install(net: nn.Module, cfg: Config) -> None:
 @torch.no_grad()
 def _agree(every: list[Gathered], group: dist.ProcessGroup) -> None:
     """Set the scales of the weights as they are now. Collective; works on the device alone and in place."""
-    for one in every:
-        # A weight that stays gathered, as in the second of two forwards without backward, shows no shard.
-        assert getattr(one.linear.weight, "_local_tensor", one.shard) is one.shard, "a shard was replaced: hooks lost"
     filled = [one.shard if one.shard.numel() else one.shard.new_zeros(1) for one in every]
     amax = agreed_magnitudes(filled, group).bfloat16().float()
     scale = scale_of_magnitude(amax, torch.finfo(every[0].linear.arith.forward).max)

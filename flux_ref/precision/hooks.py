@@ -115,7 +115,7 @@ class Precision(Arithmetic):
             self.sample.fill_(self.first_sample + self.rows)
             self.rows += len(inputs[0])
 
-    def after_backward(self) -> Tensor:
+    def after_backward(self) -> Tensor | float:
         """Add a step's magnitudes to the history and set the next step's scales; after the step's last backward.
 
         Returns 1.0, or NaN if any rank saw a non-finite magnitude: a cast with a remembered scale clamps infinity,
@@ -126,7 +126,7 @@ class Precision(Arithmetic):
         """
         self.rows = 0
         if not self.amaxes:
-            return torch.ones_like(self.step, dtype=torch.float32)
+            return 1.0
         amax = agreed_magnitudes(self.amaxes)
         usable = ((amax > 0) & amax.isfinite())[:, None]
         rolled = torch.cat((amax[:, None], self.history[:, :-1]), dim=1)
@@ -152,7 +152,7 @@ class Precision(Arithmetic):
     def describe(self, rows: int, device: torch.device) -> list[str]:
         arch = fp8.architecture(device) if self.cfg.precision.native else ""
         validation = "as in training, with dynamic scales" if self.cfg.precision.eval else self.cfg.parallel.dtype
-        lines = [f"{', then '.join(stage.preset for stage in self.stages)}; validation {validation}"]
+        lines = [f"{self.cfg.precision.preset}; validation {validation}"]
         for stage in self.stages:
             lines.append(f"  from {stage.first * self.cfg.train.global_batch:,} samples on: {stage.preset}")
             counts: Counter[str] = Counter()

@@ -61,8 +61,7 @@ PRESETS = {
 DELAYED = [rule.partition(": ")[2] for rule in PRESETS["fp8_delayed"]]  # its sides, by product
 RULE = re.compile(r"(\S+ \S+): (\S+) x (\S+)")
 OPTIONS: dict[str, dict[str, Any]] = {"sr": {"stochastic": True}, "h16": {"hadamard": 16}, "h32": {"hadamard": 32}}
-# What the benchmark's log calls sides whose names hold a word, narrowest first.
-LOGGED = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "mxfp6": "mxfp6", "mxfp8": "fp8", "e4m3": "fp8", "e5m2": "fp8"}
+NARROW = ("nvfp4", "mxfp4", "mxfp6")  # formats below FP8, narrowest first; sides are named after them
 LAST = 0.15  # share of the blocks that "last" means; at least one
 MULTIPLE = 16  # kernels of FP8 need sizes that this number divides
 TOKENS = "train.micro_batch, train.global_batch or model.text_tokens"  # keys that set the tokens of a micro-batch
@@ -240,5 +239,5 @@ def narrowest(cfg: Config, *wanted: str) -> str | None:
     wanted: which of PRODUCTS to look at; all if none is given.
     """
     every = [products[one] for stage in stages(cfg) for products in stage.pairs.values() for one in wanted or PRODUCTS]
-    text = " ".join(set(map(format_pair, every)))
-    return next((name for word, name in LOGGED.items() if word in text), None)
+    text = " ".join(side.name for pair in set(every) for side in pair if side)
+    return next((form for form in NARROW if form in text), "fp8" if text else None)

@@ -255,7 +255,7 @@ def test_a_run_says_what_it_computes_in_and_eval_finds_its_number(shapes_dir, tm
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     validation = "validation as in training, with dynamic scales"
     for line in (
-        f"compute fp8_delayed, then nvfp4; {validation}; attention kernel: chosen by torch",
+        f"compute fp8_delayed; {validation}; attention kernel: chosen by torch",
         "samples 32 precision switches to nvfp4",
         "from 32 samples on: nvfp4",
         "22 forward: e4m3_delayed x e4m3",

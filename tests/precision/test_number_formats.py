@@ -98,7 +98,7 @@ def test_mx_scales_and_codes_are_those_of_torchao():
         if form is E2M1:
             differs |= casts.fp4_codes(values) != codes
         is_least = (scales == 0).repeat_interleave(32, 1)
-        assert whole == 1 and torch.equal(casts.scale_codes(own), scales), (kind, rule)
+        assert whole is None and torch.equal(casts.scale_codes(own), scales), (kind, rule)
         assert not (differs & ~is_least).any(), (kind, rule)
 
 
@@ -117,7 +117,7 @@ def test_nvfp4_scales_and_codes_are_those_of_torchao():
 def test_a_block_of_any_shape_has_the_scale_of_its_values_in_a_row_and_one_that_is_not_finite_has_nan():
     x = mixed()
     x[70, 40] = math.inf
-    for (rows, columns), rule in product(((16, 16), (32, 32), (1, 0), (0, 0)), ("floor", "rceil", "linear")):
+    for (rows, columns), rule in product(((16, 16), (32, 32), (1, 0), (0, 0)), ("floor", "rceil")):
         parts = casts.blocks(x, Scaling(rule, rows, columns)).transpose(1, 2)
         flat = parts.flatten(2).flatten(0, 1)
         found = casts.scaled(x, E4M3, Scaling(rule, rows, columns))[1]
