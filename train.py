@@ -162,7 +162,8 @@ def main(argv: list[str]) -> int:
                 with contextlib.suppress(OSError):  # the disk may be the reason
                     log.run_stop(state.samples, success=False, reason=str(error) or type(error).__name__)
             raise
-        log.run_stop(state.samples, reached, folder.REACHED if reached else folder.ENDED)
+        outcome = folder.REACHED if reached else folder.ENDED
+        log.run_stop(state.samples, reached, outcome)
 
         # The end: the last checkpoint, and pictures, which need the memory of the graphs
         save_and_wait(saver, state)
@@ -170,7 +171,7 @@ def main(argv: list[str]) -> int:
         runner.close()
         if gallery:
             gallery.draw(state, alive.mark)
-        report.conclude(state, reached, log.flaw)
+        report.conclude(state, outcome, log.flaw)
     ranks.stop()
     return 0
 

@@ -67,7 +67,6 @@ class Reporter:
         micro = config.micro_batch(cfg, world.size)
         compute, *sides = arithmetic_of(cfg).describe(micro, world.device)
         weights = cfg.init.weights or f"drawn from train.seed={cfg.train.seed}"
-        validation = f"{val_count:,} in {cfg.data.val}" if cfg.data.val else "none"
         lines = (
             f"flux_ref {cfg.name}: FLUX.1 of {parameters:,} parameters",
             f"  ranks   {world.size} x {device_name(world.device)} (replicas x shards: {world.replicas} x"
@@ -76,7 +75,8 @@ class Reporter:
             f"  steps   {graphs.mode(cfg, world.device)}",
             f"  batch   {cfg.train.global_batch} in micro-batches of {micro} per rank",
             f"  weights {weights}",
-            f"  data    {train_count:,} samples in {cfg.data.train}; validation: {validation}",
+            f"  data    {cfg.data.train} ({train_count:,} samples); validation:"
+            f" {cfg.data.val or 'none'} ({val_count:,})",
             f"  run     {self.folder}",
             *sides,
         )
@@ -188,12 +188,11 @@ class Reporter:
         """Leave the seconds of pictures out of the rate of training."""
         self.since_s += seconds
 
-    def conclude(self, state: State, reached: bool, flaw: str) -> None:
+    def conclude(self, state: State, outcome: str, flaw: str) -> None:
         """Print how the run ended and where its files are. outcome.json marks the run as finished.
 
-        flaw: why it is no benchmark result, in words; empty if it is one.
+        outcome: folder.REACHED or ENDED. flaw: why it is no benchmark result, in words; empty if it is one.
         """
-        outcome = folder.REACHED if reached else folder.ENDED
         self._chart()
         self.say(f"{outcome}; losses and pictures lie in {self.folder}")
         if self.cfg.checkpoint.save:
@@ -213,13 +212,12 @@ class Reporter:
 
 def require_finite(first_bad: list[tuple[float, float]]) -> None:
     """Raises: Fault that says what went first. first_bad: of each rank, the values of Health.first_bad."""
-    bad = [(step, rank) for rank, (step, _) in enumerate(first_bad) if step != NEVER]
-    norm_step = first_bad[0][1]
-    if bad and (norm_step == NEVER or min(bad)[0] <= norm_step):
-        step, rank = min(bad)
-        remedy = "lower optim.lr or inspect the data"
-        raise Fault(f"loss is not finite in step {step + 1:.0f} on rank {rank}'s data; {remedy}")
-    if norm_step != NEVER:
+    found = [
+        (step, kind, rank) for rank, steps in enumerate(first_bad) for kind, step in enumerate(steps) if step != NEVER
+    ]
+    if found:
+        step, kind, rank = min(found)  # in one step, the loss of one rank spoils the norm of all
+        what = ("loss", "gradient norm")[kind]
         raise Fault(
-            f"gradient norm is not finite in step {norm_step + 1:.0f} though every rank's loss was; lower optim.lr"
+            f"{what} is not finite in step {step + 1:.0f}, first on rank {rank}; lower optim.lr or inspect its data"
         )

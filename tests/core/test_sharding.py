@@ -144,5 +144,5 @@ def test_every_rank_reports_what_is_wrong_on_the_last_rank(measured):
     found = measured[3]["reporting"]
     assert found["flags"] == [[2, 1], [2, 1], [1, 1]], "the bad batch spoils norm and weights of all ranks"
     line, *others = found["said"]
-    assert "loss is not finite in step 2 on rank 2's data" in line
+    assert "loss is not finite in step 2, first on rank 2;" in line
     assert others == [line] * 2

@@ -24,9 +24,9 @@ def test_what_went_first_is_blamed():
     require_finite([(NEVER, NEVER), (NEVER, NEVER)])
     for flags, words in (
         ([(5, 4), (5, 4)], "gradient norm is not finite in step 5"),  # losses follow
-        ([(5, 4), (4, 4)], "loss is not finite in step 5 on rank 1's data"),
-        ([(2, 3), (3, 3)], "in step 3 on rank 0's data"),
-        ([(NEVER, NEVER), (2, NEVER)], "in step 3 on rank 1's data"),
+        ([(5, 4), (4, 4)], "loss is not finite in step 5, first on rank 1;"),
+        ([(2, 3), (3, 3)], "loss is not finite in step 3, first on rank 0;"),
+        ([(NEVER, NEVER), (2, NEVER)], "in step 3, first on rank 1;"),
     ):
         assert words in refusal(require_finite, flags, kind=Fault)
 

@@ -112,7 +112,7 @@ def test_a_run_without_a_validation_set_trains_alike_and_draws_captions_of_its_t
     assert column(folder, "samples") == [48, 60] and column(folder, "loss") == column(plain, "loss")[3:]
     require_identical(trained(folder, ""), trained(plain, ""))
     out = capsys.readouterr().out
-    assert "  weights drawn from train.seed=0\n  data    50 samples in" in out and "; validation: none\n" in out
+    assert "  weights drawn from train.seed=0\n  data    " in out and " (50 samples); validation: none (0)\n" in out
     assert json.loads((folder / "outcome.json").read_text())["val_loss"] is None
     assert event(folder, "eval_samples")["value"] == 0
     assert not [line for line in events(folder) if line["key"].startswith("eval_a")]
