@@ -30,7 +30,7 @@ from flux_ref import (
     weights,
 )
 from flux_ref.alive import Alive
-from flux_ref.arithmetic import Arithmetic, arithmetic_of
+from flux_ref.arithmetic import arithmetic_of
 from flux_ref.benchmark import closed, convergence
 from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
 from flux_ref.checkpoint import Saver, load
@@ -85,11 +85,15 @@ def main(argv: list[str]) -> int:
         elif cfg.data.evict:
             report.say("this system cannot drop the data set from its page cache, so the log has no cache_clear")
 
-        # Build the state, warm up, then load: any finite weights serve the warm-up and the captures
+        # Build the state, warm up, then load a checkpoint: any finite weights serve the warm-up and the captures
         log.init_start()
         log.describe(cfg, world.size, *counts)
         alive.mark("building the model")
-        state = initial_state(cfg, world, arithmetic, will_load=saved is not None)
+        imported = "" if saved else cfg.init.weights
+        net = sharding.build(cfg, world, None if imported else cfg.train.seed, arithmetic)
+        if imported:
+            weights.load_everywhere(net, Path(imported), cfg.model)
+        state = State(net, cfg, world)
         runner = graphs.runner(state, cfg, world)
         saved_step = checkpoint.step_of(saved) if saved else None
         saver = Saver(cfg, world, state, sizes, report.say, saved_step) if cfg.checkpoint.save else None
@@ -183,20 +187,6 @@ def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
             toy.ensure(cfg)
     with ranks.agreed():
         return TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)
-
-
-def initial_state(cfg: Config, world: World, arithmetic: Arithmetic, will_load: bool) -> State:
-    """A state with the weights of the seed or of init.weights.
-
-    will_load: a checkpoint overwrites these weights later; until then any finite ones do.
-    """
-    seed = None if will_load or cfg.init.weights else cfg.train.seed
-    state = State(sharding.build(cfg, world, seed, arithmetic), cfg, world)
-    if will_load:
-        sharding.fill_for_warm_up(state.net)
-    elif cfg.init.weights:
-        weights.load_everywhere(state.net, Path(cfg.init.weights), cfg.model)
-    return state
 
 
 def save_and_wait(saver: Saver | None, state: State) -> None:

@@ -6,8 +6,7 @@ sample at any time. So a run sees the same numbers at every world size, micro-ba
 The generator is Philox4x64-10 (Salmon et al., SC'11). Word w of a stream is word w % 4 of the block with
     key     = (seed, stream)
     counter = (w // 4 + 1, sample, epoch, 0)           # least significant word first
-and every other draw is arithmetic on those 64-bit words. One exception: the weights of a warm-up before a checkpoint is
-loaded come from torch's own generator (sharding.fill_for_warm_up).
+and every other draw is arithmetic on those 64-bit words.
 """
 
 import hashlib

@@ -153,16 +153,6 @@ def fill_from_seed(net: ShardedFlux, seed: int) -> None:
             flat[begin : begin + count] = torch.from_numpy(values).to(flat.device)
 
 
-def fill_for_warm_up(net: ShardedFlux) -> None:
-    """Small random weights, for a warm-up before a checkpoint is loaded.
-
-    They come from torch's own generator, so they differ between ranks and runs: the one exception to rng.py.
-    """
-    with torch.no_grad():
-        for parameter in named_parameters(net).values():
-            local_rows(parameter)[1].normal_(std=0.02)
-
-
 def local_rows(parameter: DTensor) -> tuple[int, Tensor]:
     """This rank's rows of a parameter, as (number of the first row, rows). FSDP2 splits axis 0 like torch.chunk."""
     mesh = parameter.device_mesh

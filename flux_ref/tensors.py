@@ -67,16 +67,13 @@ def crc32(path: Path) -> int:
 
 def require_fit(found: dict[str, tuple], want: dict[str, tuple], where: str | Path) -> None:
     """Compare names and shapes of tensors. Raises: Refusal that lists what does not fit."""
-    misfits = {
-        "missing": [key for key in want if key not in found],
-        "unexpected": [key for key in found if key not in want],
-        "misshaped": [
-            f"{key} {found[key]}, want {want[key]}" for key in want if found.get(key, want[key]) != want[key]
-        ],
-    }
-    problems = [f"{len(names)} {problem}: {', '.join(names[:3])}" for problem, names in misfits.items() if names]
-    if problems:
-        raise Refusal(f"{where} does not fit: {'; '.join(problems)}")
+    misfits = [f"{name} is missing" for name in want if name not in found]
+    misfits += [f"{name} is too much" for name in found if name not in want]
+    misfits += [
+        f"{name} is {found[name]}, want {want[name]}" for name in want if found.get(name, want[name]) != want[name]
+    ]
+    if misfits:
+        raise Refusal(f"{where} does not fit in {len(misfits)} tensors: {'; '.join(misfits[:3])}")
 
 
 def finite(values: Tensor, name: str, where: str | Path) -> Tensor:

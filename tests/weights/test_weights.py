@@ -102,7 +102,12 @@ def test_training_starts_from_exactly_these_weights(kept, shapes_dir, attempt):
 def test_weights_that_do_not_fit_are_refused_and_no_run_is_left(kept, shapes_dir, tmp_path, capsys):
     save_file({name: tensor.fill_(3e38) for name, tensor in tensors_of(CFG.model).items()}, tmp_path / "large")
     for path, more, code, words in (
-        (kept / "run", ["--model.single_blocks=4"], 2, "8 missing: single_blocks.3.linear1.weight, "),
+        (
+            kept / "run",
+            ["--model.single_blocks=4"],
+            2,
+            "does not fit in 8 tensors: single_blocks.3.linear1.weight is ",
+        ),
         (kept / "no such", [], 2, "no such does not exist"),
         (tmp_path / "large", [], 3, "is not finite: weights of init.weights or of a checkpoint are"),
     ):
@@ -137,13 +142,13 @@ def diffusers(folder: Path, make) -> Path:
 
 BIAS = "img_in.bias"
 REFUSED = {  # words of the line -> what makes it in a folder
-    "1 missing: img_in.bias; 1 unexpected: x; 1 misshaped: img_in.weight (1,), want (24, 64)": lambda folder: bfl(
+    "fit in 3 tensors: img_in.bias is missing; x is too much; img_in.weight is (1,), want (24, 64)": lambda folder: bfl(
         folder, **{BIAS: None, "x": torch.zeros(1), "img_in.weight": torch.zeros(1)}
     ),
     "img_in.bias holds NaN or infinite": lambda folder: bfl(folder, **{BIAS: torch.full((24,), -math.inf)}),
     "img_in.bias is F64, want F32, BF16, F16": lambda folder: bfl(folder, **{BIAS: torch.zeros(24).double()}),
     "part_1.safetensors cannot be read as safetensors: ": lambda folder: diffusers(folder, Path.touch),
-    " missing: ": lambda folder: diffusers(folder, lambda path: None),
+    " is missing; ": lambda folder: diffusers(folder, lambda path: None),
 }
 
 
@@ -160,5 +165,5 @@ def test_what_is_wrong_is_one_line_that_names_the_file(tmp_path):
 
 def test_without_a_config_the_sizes_are_schnells(kept):
     line = refusal(weights.open_source, kept / "bfl", weights.config_of(kept / "bfl", None).model)
-    assert "688 missing: double_blocks.2.img_mod.lin.weight, " in line
+    assert "fit in 696 tensors: double_blocks.2.img_mod.lin.weight is missing; " in line
     assert weights.config_of(kept / "bfl", str(MICRO)).model == CFG.model
