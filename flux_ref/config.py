@@ -206,8 +206,8 @@ class ParallelConfig:
     activation_budget: float = free(1.0, "with compile: share of the activations that are kept for backward", most=1)
     recompute: str = free(
         "none",
-        "keep only the input of each block or region for backward",
-        choices=("none", "block", "region"),
+        "block keeps only the input of each block for backward",
+        choices=("none", "block"),
     )
     attention: str = free(
         "auto", "kernel on a GPU; auto: the fastest", choices=("auto", "cudnn", "flash", "efficient", "math")

@@ -1,6 +1,6 @@
 """How the net is split over the ranks: regions, compiling, FSDP2 units, shards and their initial values.
 
-A region is a few consecutive blocks that are gathered, compiled and recomputed together: one FSDP unit and one compiled
+A region is a few consecutive blocks that are gathered and compiled together: one FSDP unit and one compiled
 graph. A larger region has fewer and larger collectives, and operations are fused across its blocks. But it holds more
 gathered weights at a time, and its gradients are reduced later.
 
@@ -36,16 +36,13 @@ class Region(nn.Module):
     """Consecutive blocks of one kind that run as one module."""
 
     def __init__(self, blocks: list[nn.Module], recompute: str):
-        """recompute: keep for backward only the input of each "block" or of the "region"; "none" keeps everything."""
+        """recompute: keep for backward only the input of each "block"; "none" keeps everything."""
         super().__init__()
         self.blocks = nn.ModuleList(blocks)  # numbered from 0, so that equal regions share one compiled graph
         self.recompute = recompute
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Run the blocks. inputs: as of a block. Returns what the last block returns."""
-        return recomputed(self._run, *inputs) if self.recompute == "region" else self._run(*inputs)
-
-    def _run(self, *inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         *first, vec_BD, rope_SR2 = inputs
         streams: tuple[Tensor, ...] = tuple(first)
         for block in self.blocks:

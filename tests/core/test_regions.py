@@ -36,7 +36,7 @@ def test_recomputing_and_keeping_change_no_bit_and_recomputing_calls_every_block
     calls = []
     forward = SingleBlock.forward
     monkeypatch.setattr(SingleBlock, "forward", lambda *args: calls.append(0) or forward(*args))
-    levers = {"recompute": ("block", "region"), "kept_regions": (1, -1)}
+    levers = {"recompute": ("block",), "kept_regions": (1, -1)}
     want = steps(world, micro_config(parallel__region_blocks=2))
     for key, value in ((key, value) for key, values in levers.items() for value in values):
         calls.clear()

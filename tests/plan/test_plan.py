@@ -305,7 +305,7 @@ def test_an_average_of_the_weights_costs_4_bytes_per_parameter():
 @pytest.mark.slow
 def test_largest_micro_batch_is_the_last_that_fits():
     """Also where the gradients of a region, which do not grow with samples, are most of what backward needs."""
-    cfg = wide(train__global_batch=144, parallel__recompute="region")  # 36 samples of each rank
+    cfg = wide(train__global_batch=144, parallel__recompute="block")  # 36 samples of each rank
     layout, found = footprint.layout(cfg, 4, 8), footprint.trace(cfg, "cpu", 21)
     machine = Machine(replace(GPU, arch="cpu"), ASSUMED, 4)
     total = plan.needed(memory.fullest(cfg, layout, found, 4, 21), machine)

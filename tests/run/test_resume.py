@@ -201,7 +201,7 @@ def test_a_run_that_is_extended_ends_like_a_longer_one(whole, shapes_dir, tmp_pa
 def test_a_resumed_run_says_so_and_is_never_valid_though_it_reaches_the_target(shapes_dir, tmp_path, monkeypatch):
     """Also when the log of its first part is gone."""
     folder, real = tmp_path / "run", killing.train.validation_loss
-    better = lambda *args: dataclasses.replace(real(*args), loss=0.58)  # noqa: E731  than so small a model reaches
+    better = lambda *args: dataclasses.replace(real(*args), val_loss=0.58)  # noqa: E731  than so small a model reaches
     monkeypatch.setattr(killing.train, "validation_loss", better)
     spec = ("--eval.every_samples=262144", "--eval.target=0.586", "--data.evict=true", "--train.max_samples=48")
     spec += ("--mllog.submission_division=closed", "--mllog.rehearsal=true")

@@ -165,5 +165,5 @@ def test_what_is_wrong_is_one_line_that_names_the_file(tmp_path):
 
 def test_without_a_config_the_sizes_are_schnells(kept):
     line = refusal(weights.open_source, kept / "bfl", weights.config_of(kept / "bfl", None).model)
-    assert "fit in 696 tensors: double_blocks.2.img_mod.lin.weight is missing; " in line
+    assert "fit in 775 tensors: double_blocks.2.img_mod.lin.weight is missing; " in line
     assert weights.config_of(kept / "bfl", str(MICRO)).model == CFG.model
