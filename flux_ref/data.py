@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,6 @@ class HostBatch:
     def __init__(self, model: ModelConfig, rows: int, pin: bool):
         self.tensors = allocate(model, rows, pin=pin)
         self.views = [{name: _view(tensor[i]) for name, tensor in self.tensors.items()} for i in range(rows)]
-        self.work: list[Future] = []  # of the threads that fill it
         self.wait_for_copy: Callable[[], object] = lambda: None  # until asynchronous copies from the buffer have ended
 
 
@@ -68,7 +67,8 @@ def read_ahead(
 
     plan: per batch, one item per row. fill: fill(row, item) puts an item into a row.
     Closing the generator ends the reading and waits for nobody: after an error a thread may wait for a device that
-    waits for a lost rank. Raises: the error of a reading thread.
+    waits for a lost rank. So threads may still fill the buffers: after an early close, take new ones.
+    Raises: the error of a reading thread.
     """
 
     def fill_row(batch: HostBatch, row: Arrays, item: Any) -> None:
@@ -77,19 +77,17 @@ def read_ahead(
 
     pool = ThreadPoolExecutor(workers)
     free = deque(buffers)
-    ahead: deque[HostBatch] = deque()
+    ahead: deque[tuple[HostBatch, list[Future]]] = deque()
     try:
         while True:
             while free and (items := next(plan, None)) is not None:
                 batch = free.popleft()
-                # A feed that was closed may still fill it. What it cancelled never runs: wait() would not return.
-                wait([part for part in batch.work if not part.cancelled()])
-                batch.work = [pool.submit(fill_row, batch, row, item) for row, item in zip(batch.views, items)]
-                ahead.append(batch)
+                work = [pool.submit(fill_row, batch, row, item) for row, item in zip(batch.views, items)]
+                ahead.append((batch, work))
             if not ahead:
                 return
-            batch = ahead.popleft()
-            for part in batch.work:
+            batch, work = ahead.popleft()
+            for part in work:
                 part.result()
             yield batch
             free.append(batch)

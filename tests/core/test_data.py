@@ -244,18 +244,6 @@ def test_a_buffer_is_filled_only_once_its_copy_has_ended_and_closing_does_not_wa
         ended.set()
 
 
-def test_a_feed_waits_for_what_a_closed_one_still_fills(micro):
-    source, held = Source(micro, buffers=2), threading.Event()
-    source.fill = lambda row, item: held.wait() if item >= BATCH else None
-    feed = source.feed()
-    next(feed)
-    feed.close()  # its threads fill the second buffer
-    threading.Timer(0.2, held.set).start()
-    begin = time.perf_counter()
-    next(source.feed())
-    assert time.perf_counter() - begin > 0.15
-
-
 def test_waiting_for_data_counts_while_the_device_is_idle(micro, monkeypatch):
     """On the CPU it always is."""
     static = allocate(micro.model, BATCH)

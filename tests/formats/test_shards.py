@@ -207,8 +207,9 @@ def test_damage_stops_the_run_with_shard_sample_and_remedy(micro, folder, shard)
     def used(kind: type[data.SampleSet], data_kind: str = "embeddings") -> None:
         found = kind(config_for(micro, folder, data_kind), 0, 1, False)
         found.open()
-        for _ in range(2):
-            next(found.feed(0))
+        feed = found.feed(0)
+        next(feed)
+        next(feed)
 
     used(data.ValSet)
     for timestep in (8, -1, None, 10**30):
