@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -230,18 +231,27 @@ def test_an_error_of_a_thread_is_raised_at_its_batch_and_a_closed_feed_leaves_no
     assert set(threading.enumerate()) <= before
 
 
-def test_a_buffer_is_filled_only_once_its_copy_has_ended_and_closing_does_not_wait_for_it(micro):
-    """A lost rank may keep the device in a collective for ever."""
-    for ends in (True, False):
-        source, ended = Source(micro, buffers=1), threading.Event()
-        feed = source.feed()
+def test_a_buffer_is_filled_only_once_its_copy_has_ended(micro):
+    ended = threading.Event()
+    with closing(Source(micro, buffers=1).feed()) as feed:
         next(feed).wait_for_copy = ended.wait
-        if ends:
-            threading.Timer(0.1, ended.set).start()
-            begin = time.perf_counter()
-            assert next(feed).tensors["t"][0] == BATCH and time.perf_counter() - begin > 0.09
-        feed.close()
-        ended.set()
+        threading.Timer(0.1, ended.set).start()
+        begin = time.perf_counter()
+        assert next(feed).tensors["t"][0] == BATCH and time.perf_counter() - begin > 0.09
+
+
+def test_closing_a_feed_does_not_wait_for_its_threads(micro):
+    """A lost rank may keep the device in a collective for ever, and a thread waits for the device."""
+    source, held = Source(micro, buffers=2), threading.Event()
+    source.fill = lambda row, item: held.wait() if item >= BATCH else None
+    feed = source.feed()
+    next(feed)
+    timer = threading.Timer(2, held.set)
+    timer.start()
+    feed.close()
+    assert not held.is_set()
+    held.set()
+    timer.cancel()
 
 
 def test_waiting_for_data_counts_while_the_device_is_idle(micro, monkeypatch):
