@@ -170,6 +170,7 @@ class EvalConfig:
         choices=("fresh", "fixed"),
         closed=REFERENCE,
     )
+    band: bool = free(True, "warn if the loss lies above those of the public runs of this batch")
 
 
 @dataclass(frozen=True)
@@ -180,8 +181,11 @@ class DataConfig:
         choices=("embeddings", "shapes"),
         closed=RULES,
     )
-    train: str = free("data/mlperf/train", "folder of *.tar shards, beside empty_encodings")
+    train: str = free("data/mlperf/train", "folder of *.tar shards")
     val: str = free("data/mlperf/val", "folder of *.tar shards; empty: no evaluations")
+    empty: str = free(
+        "", "folder of t5_empty.npy and clip_empty.npy; empty: empty_encodings beside the folder data.train"
+    )
     train_count: int = key(0, "embeddings: required number of samples, 0: any; shapes: number of samples to make")
     val_count: int = key(0, "the same of validation samples")
     workers: int = free(4, "reading threads per rank", least=1)
@@ -311,4 +315,4 @@ def run_dir(cfg: Config) -> Path:
 
 def empty_dir(cfg: Config) -> Path:
     """The folder of the empty caption's encodings."""
-    return Path(cfg.data.train).parent / "empty_encodings"
+    return Path(cfg.data.empty) if cfg.data.empty else Path(cfg.data.train).parent / "empty_encodings"

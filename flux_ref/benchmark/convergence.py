@@ -42,7 +42,7 @@ def is_benchmark(cfg: Config) -> bool:
 
 def warning(cfg: Config, curve: list[tuple[int, float]]) -> str:
     """One line if the last two of a run's (training samples, loss) lie above the band, else ""."""
-    band = public_band(cfg.train.global_batch) if is_benchmark(cfg) else []
+    band = public_band(cfg.train.global_batch) if cfg.eval.band and is_benchmark(cfg) else []
     if len(curve) < 2 or not band:
         return ""
     grid = [point.samples for point in band]

@@ -196,10 +196,8 @@ def test_damage_of_a_sample_is_noticed_and_named(folder, shard):
 
 
 def config_for(cfg: Config, folder: Path, kind: str) -> Config:
-    empty = folder.parent / "empty_encodings"
-    if not empty.exists():
-        empty.symlink_to(config.empty_dir(cfg).resolve())
     places = {"data__train": str(folder), "data__val": str(folder), "data__kind": kind}
+    places["data__empty"] = str(config.empty_dir(cfg))
     return config_file.replace(cfg, **places, data__train_count=COUNT, data__val_count=COUNT)
 
 
