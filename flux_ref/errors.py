@@ -23,7 +23,8 @@ MOST_SHOWN = 200  # characters of a foreign value in a message
 class Stop(Exception):
     """A command ends early. The subclasses say how.
 
-    alone: only this rank has the error, so this rank prints it. Otherwise all ranks raise it and rank 0 prints it.
+    alone: only this rank has the error, so this rank prints it. Otherwise all ranks raise it and one of each
+    node prints it.
     """
 
     exit_code = 3
