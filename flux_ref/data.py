@@ -202,10 +202,10 @@ class ValSet(SampleSet):
     split = "val"
 
     def open(self) -> None:
-        """Read the first sample, too: a set of training has no timesteps. Raises: Fault, OSError."""
+        """On rank 0 read the first sample, too: a set of training has no timesteps. Raises: Refusal, Fault, OSError."""
         super().open()
-        if self.count:
-            self._fill(self.buffers[0].views[0], (0, 0))
+        if self.rank == 0 and self.count and self._read(0, self.buffers[0].views[0]).timestep is None:
+            raise Refusal(f"data.val={self.cfg.data.val} has no timesteps; give a set of validation, or --data.val=")
 
     @property
     def batches(self) -> int:
@@ -244,7 +244,7 @@ def synthetic(model: ModelConfig, rows: int) -> Batch:
     """A batch of plausible random values on the host, for warm-up and benchmarks."""
     batch = allocate(model, rows)
     for number, tensor in enumerate(batch.values()):
-        tensor.copy_(torch.from_numpy(rng.normals(0, rng.SYNTHETIC, tensor.shape, sample=number, epoch=0)))
+        tensor.copy_(torch.from_numpy(rng.normals(0, rng.SYNTHETIC, tensor.shape, sample=number)))
     batch["t"].copy_(torch.linspace(0, 1, rows + 1)[:-1])
     batch["timestep"].copy_(torch.arange(rows) % schedule.TIMESTEPS)
     return batch

@@ -2,7 +2,7 @@
 
 DIR holds shards of the layout in shards.py, or train/ and val/ with such shards. Every sample is read by the reader of
 training; its values must be plausible. Then come the numbers of samples, repeated keys, missing shards and the
-encodings of the empty caption. --fast reads names, sizes and the first and last sample of each shard, as a run does.
+encodings of the empty caption. --fast reads names, sizes and the first and last sample of each shard.
 Nothing is written. Exit codes: 0 no problem, 1 a problem, 2 DIR cannot be read.
 """
 
