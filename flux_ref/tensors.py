@@ -7,14 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors.torch
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flux_ref.errors import Refusal
 from flux_ref.files import naming
-
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Moved:
@@ -74,10 +71,3 @@ def require_fit(found: dict[str, tuple], want: dict[str, tuple], where: str | Pa
     ]
     if misfits:
         raise Refusal(f"{where} does not fit in {len(misfits)} tensors: {'; '.join(misfits[:3])}")
-
-
-def finite(values: Tensor, name: str, where: str | Path) -> Tensor:
-    """The values. Raises: Refusal if any is NaN or infinite."""
-    if not values.isfinite().all():
-        raise Refusal(f"{where}: {name} holds NaN or infinite values; use another file")
-    return values

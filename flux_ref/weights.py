@@ -135,7 +135,7 @@ class Source:
     info: dict
 
     def read(self, name: str, first: int, count: int) -> Tensor:
-        """Rows of a parameter, on the host, in the dtype of the files.
+        """Rows of a parameter in fp32, on the host.
 
         Raises: Refusal for damage and for values that are NaN or infinite.
         """
@@ -146,7 +146,10 @@ class Source:
             high = min(max(first + count - row, 0), part.rows)
             pieces.append(self.stored(part.name, part.first + low, high - low))
             row += part.rows
-        return tensors.finite(torch.cat(pieces), name, self.where)
+        values = torch.cat(pieces).float()
+        if not values.isfinite().all():
+            raise Refusal(f"{self.where}: {name} holds NaN or infinite values; use another file")
+        return values
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -214,7 +217,7 @@ def _of_files(path: Path, model: ModelConfig) -> Source:
 def headers(paths: list[Path]) -> tuple[dict[str, Path], Shapes, dict[str, str]]:
     """The file and the shape of each tensor of safetensors files, and all their metadata.
 
-    Raises: Refusal for a file that is not a whole one or has tensors of another dtype.
+    Raises: Refusal for a file that is not a whole one.
     """
     files: dict[str, Path] = {}
     shapes: Shapes = {}
@@ -223,11 +226,8 @@ def headers(paths: list[Path]) -> tuple[dict[str, Path], Shapes, dict[str, str]]
         with tensors.opened(path, "weights") as file:
             metadata |= file.metadata() or {}
             for name in file.keys():  # noqa: SIM118
-                part = file.get_slice(name)
-                if (dtype := part.get_dtype()) not in tensors.DTYPES:
-                    raise Refusal(f"weights {path}: {name} is {dtype}, want {', '.join(tensors.DTYPES)}")
                 files[name] = path
-                shapes[name] = tuple(part.get_shape())
+                shapes[name] = tuple(file.get_slice(name).get_shape())
     return files, shapes, metadata
 
 

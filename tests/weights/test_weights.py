@@ -146,7 +146,6 @@ REFUSED = {  # words of the line -> what makes it in a folder
         folder, **{BIAS: None, "x": torch.zeros(1), "img_in.weight": torch.zeros(1)}
     ),
     "img_in.bias holds NaN or infinite": lambda folder: bfl(folder, **{BIAS: torch.full((24,), -math.inf)}),
-    "img_in.bias is F64, want F32, BF16, F16": lambda folder: bfl(folder, **{BIAS: torch.zeros(24).double()}),
     "part_1.safetensors cannot be read as safetensors: ": lambda folder: diffusers(folder, Path.touch),
     " is missing; ": lambda folder: diffusers(folder, lambda path: None),
 }
@@ -161,6 +160,12 @@ def test_what_is_wrong_is_one_line_that_names_the_file(tmp_path):
         (tmp_path / str(number)).mkdir()
         line = refusal(read, make(tmp_path / str(number)))
         assert words in line and f"{tmp_path}/{number}/" in line, line
+
+
+def test_weights_of_any_dtype_are_read_in_fp32(tmp_path):
+    for dtype in (torch.float8_e4m3fn, torch.float16, torch.float64):
+        source = weights.open_source(bfl(tmp_path, **{BIAS: torch.full((24,), 1.5).to(dtype)}), CFG.model)
+        require_identical({BIAS: source.read(BIAS, 1, 2)}, {BIAS: torch.tensor([1.5, 1.5])})
 
 
 def test_without_a_config_the_sizes_are_schnells(kept):
