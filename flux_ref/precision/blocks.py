@@ -20,6 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from flux_ref import rng
 from flux_ref.precision import casts
 from flux_ref.precision.formats import PRODUCTS, Pair, Products, Side
+from flux_ref.precision.fp8 import product_flop
 
 # Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear; R rows and S columns, which are summed over.
 INPUT, WEIGHT, GRADIENT = range(3)  # what a side is a cast of
@@ -174,8 +175,10 @@ def _multiplied(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     high = x >> 32 & LOW
     f_low = factor & LOW
     f_high = factor >> 32 & LOW
-    carry = high * f_low + (low * f_low >> 32 & LOW)
-    middle = low * f_high + (carry & LOW)
+    carry = low * f_low >> 32 & LOW
+    carry = carry + high * f_low
+    middle = carry & LOW
+    middle = middle + low * f_high
     return high * f_high + (carry >> 32 & LOW) + (middle >> 32 & LOW), x * factor
 
 
@@ -196,17 +199,16 @@ class Kernel(NamedTuple):
 
     codes: torch.dtype
     scale: torch.dtype  # of blocks; that of a tensor is fp32
-    kinds: list[ScalingType]
-    swizzles: list[SwizzleType]  # one for each kind
+    swizzle: SwizzleType  # of the scales of blocks
     multiples: tuple[int, int, int]  # what M, N and K must be divisible by
 
 
 KERNELS = {
-    "blackwell mxfp8": Kernel(FP8, E8M0, BLOCKS, [TILES], (1, 16, 32)),
-    "blackwell mxfp4": Kernel(FP4, E8M0, BLOCKS, [TILES], (1, 16, 32)),
-    "blackwell nvfp4": Kernel(FP4, FP8, TWO_LEVELS, [TILES, FLAT], (1, 16, 32)),
-    "mi350 mxfp8": Kernel(FP8, E8M0, BLOCKS, [FLAT], (32, 32, 128)),  # of K 128: so torch's older call demands
-    "mi350 mxfp4": Kernel(FP4, E8M0, BLOCKS, [FLAT], (32, 32, 128)),
+    "blackwell mxfp8": Kernel(FP8, E8M0, TILES, (1, 16, 32)),
+    "blackwell mxfp4": Kernel(FP4, E8M0, TILES, (1, 16, 32)),
+    "blackwell nvfp4": Kernel(FP4, FP8, TILES, (1, 16, 32)),
+    "mi350 mxfp8": Kernel(FP8, E8M0, FLAT, (32, 32, 128)),  # of K 128: so torch's older call demands
+    "mi350 mxfp4": Kernel(FP4, E8M0, FLAT, (32, 32, 128)),
 }
 DEVICES = {"sm100": "blackwell", "sm103": "blackwell", "gfx950": "mi350"}  # by fp8.architecture
 
@@ -217,12 +219,15 @@ def kernel(arch: str, pair: Pair, sizes: tuple[int, int, int]) -> str:
     name = f"{DEVICES.get(arch)} {left}"
     if left != right or name not in KERNELS:
         return ""
-    return "" if any(size % one for size, one in zip(sizes, KERNELS[name].multiples)) else name
+    fits = all(size % one == 0 for size, one in zip(sizes, KERNELS[name].multiples))
+    return name if fits else ""
 
 
 def native(name: str, left: Scaled, right: Scaled) -> Tensor:
     """(M, K) and (N, K) to bf16 (M, N) by a kernel."""
-    return _device_mm(*operand(KERNELS[name], *left), *operand(KERNELS[name], *right), name)
+    a, a_scales = operand(KERNELS[name], *left)
+    b, b_scales = operand(KERNELS[name], *right)
+    return _device_mm(a, b.t(), a_scales, b_scales, name)
 
 
 def operand(kernel: Kernel, values_RS: Tensor, scales: Tensor, whole: Tensor | None) -> tuple[Tensor, list[Tensor]]:
@@ -233,9 +238,10 @@ def operand(kernel: Kernel, values_RS: Tensor, scales: Tensor, whole: Tensor | N
     else:
         codes = values_RS.to(kernel.codes).view(torch.uint8).contiguous()
     scales = scales.repeat_interleave(len(values_RS) // len(scales), 0)  # of 2-D blocks
-    found = casts.scale_codes(scales) if whole is None else scales.to(FP8).view(torch.uint8)
-    placed = swizzled(found) if TILES in kernel.swizzles else found.flatten()
-    return codes, [placed] if whole is None else [placed, whole]
+    if whole is None:
+        found = casts.scale_codes(scales)
+        return codes, [swizzled(found) if kernel.swizzle is TILES else found.flatten()]
+    return codes, [swizzled(scales.to(FP8).view(torch.uint8)), whole]
 
 
 def swizzled(codes_RS: Tensor) -> Tensor:
@@ -251,21 +257,22 @@ def swizzled(codes_RS: Tensor) -> Tensor:
 
 # Compilers see bytes only: Inductor knows no FP4, and torch 2.11's rules for fake tensors refuse right calls.
 @torch.library.custom_op("flux_ref::native_mm", mutates_args=())
-def _device_mm(a: Tensor, a_scales: list[Tensor], b: Tensor, b_scales: list[Tensor], name: str) -> Tensor:
-    """torch's product of operands. name: of the kernel."""
+def _device_mm(a: Tensor, b: Tensor, a_scales: list[Tensor], b_scales: list[Tensor], name: str) -> Tensor:
+    """torch's product of operands, the right one turned. name: of the kernel."""
     kernel = KERNELS[name]
-    kinds = kernel.kinds
-    swizzles = kernel.swizzles
+    kinds = BLOCKS if kernel.scale is E8M0 else TWO_LEVELS
+    swizzles = [kernel.swizzle, FLAT][: len(kinds)]
     left = [a_scales[0].view(kernel.scale), *a_scales[1:]]
     right = [b_scales[0].view(kernel.scale), *b_scales[1:]]
     a = a.view(kernel.codes)
     b = b.view(kernel.codes)
-    return scaled_mm(a, b.t(), left, kinds, right, kinds, swizzles, swizzles, output_dtype=torch.bfloat16)
+    return scaled_mm(a, b, left, kinds, right, kinds, swizzles, swizzles, output_dtype=torch.bfloat16)
 
 
-_device_mm.register_fake(lambda a, _, b, *__: a.new_empty(len(a), len(b), dtype=torch.bfloat16))
+@_device_mm.register_fake
+def _(a, b, *_):
+    return a.new_empty(len(a), b.shape[1], dtype=torch.bfloat16)
 
 
-@register_flop_formula(torch.ops.flux_ref.native_mm)
-def _flop(a_shape, _, b_shape, __, name, **___) -> int:
-    return 2 * a_shape[0] * a_shape[1] * b_shape[0] * (1 + (KERNELS[name].codes == FP4))
+# A product of FP4 counts half: two codes share a byte, and it takes half the time.
+register_flop_formula(torch.ops.flux_ref.native_mm, get_raw=True)(product_flop)

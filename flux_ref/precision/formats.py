@@ -5,9 +5,8 @@ Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0; OCP Microscaling For
 arXiv 2509.25149, appendix C; E4M3 and E5M2 also arXiv 2209.05433.
 """
 
-import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PRODUCTS = ("forward", "grad_input", "grad_weight")  # of a linear, see policy.py
 PLAIN = "bf16"  # the name of a side that is not cast
@@ -15,30 +14,18 @@ PLAIN = "bf16"  # the name of a side that is not cast
 
 @dataclass(frozen=True)
 class Format:
-    """A floating-point format: a sign, an exponent field and a mantissa field.
+    """A floating-point format. Its lowest exponent field holds zero and the subnormal values."""
 
-    An exponent field of 0 holds zero and the subnormal values.
-    """
-
-    exponent: int  # bits
     mantissa: int  # bits
+    least: int  # log2 of the smallest normal value
+    top: int  # floor(log2 largest)
     largest: float
 
-    @property
-    def least(self) -> int:
-        """log2 of the smallest normal value."""
-        return 2 - 2 ** (self.exponent - 1)
 
-    @property
-    def top(self) -> int:
-        """floor(log2 largest)."""
-        return math.frexp(self.largest)[1] - 1
-
-
-E4M3 = Format(4, 3, 448.0)
-E5M2 = Format(5, 2, 57344.0)
-E2M3 = Format(2, 3, 7.5)
-E2M1 = Format(2, 1, 6.0)
+E4M3 = Format(3, -6, 8, 448.0)
+E5M2 = Format(2, -14, 15, 57344.0)
+E2M3 = Format(3, 0, 2, 7.5)
+E2M1 = Format(1, 0, 2, 6.0)
 
 
 @dataclass(frozen=True)
@@ -74,21 +61,25 @@ class Side:
 WHOLE = re.compile(r"(e4m3\w*) x e4m3, (e4m3\w*|e5m2\w*) x e4m3, (\2 x \1|bf16 x bf16)")  # the three products
 Pair = tuple[Side | None, Side | None]  # left and right; None: bf16
 Products = dict[str, Pair]  # of a linear, by product
-SIDES = {
-    side.name: side
-    for side in (
-        Side("e4m3", E4M3, Scaling("linear")),
-        Side("e5m2", E5M2, Scaling("linear")),
-        Side("e4m3_delayed", E4M3, Scaling("linear"), delayed=True),
-        Side("e5m2_delayed", E5M2, Scaling("linear"), delayed=True),
-        Side("mxfp8", E4M3, Scaling("rceil", 1, 32)),
-        Side("mxfp6", E2M3, Scaling("floor", 1, 32)),
-        Side("mxfp4", E2M1, Scaling("floor", 1, 32)),
-        Side("mxfp4_2d", E2M1, Scaling("floor", 32, 32)),
-        Side("nvfp4", E2M1, Scaling("two-level", 1, 16)),
-        Side("nvfp4_2d", E2M1, Scaling("two-level", 16, 16)),
-    )
-}
+BASES = (
+    Side("e4m3", E4M3, Scaling("linear")),
+    Side("e5m2", E5M2, Scaling("linear")),
+    Side("e4m3_delayed", E4M3, Scaling("linear"), delayed=True),
+    Side("e5m2_delayed", E5M2, Scaling("linear"), delayed=True),
+    Side("mxfp8", E4M3, Scaling("rceil", 1, 32)),
+    Side("mxfp6", E2M3, Scaling("floor", 1, 32)),
+    Side("mxfp4", E2M1, Scaling("floor", 1, 32)),
+    Side("mxfp4_2d", E2M1, Scaling("floor", 32, 32)),
+    Side("nvfp4", E2M1, Scaling("two-level", 1, 16)),
+    Side("nvfp4_2d", E2M1, Scaling("two-level", 16, 16)),
+)
+# By the names in rules. +h16, +h32: Hadamard transform along the sum; +sr: stochastic rounding.
+SIDES: dict[str, Side | None] = {PLAIN: None}
+for base in BASES:
+    for transform, size in (("", 0), ("+h16", 16), ("+h32", 32)):
+        for rounding in ("", "+sr"):
+            name = base.name + transform + rounding
+            SIDES[name] = replace(base, name=name, hadamard=size, stochastic=bool(rounding))
 
 
 def format_pair(pair: Pair) -> str:

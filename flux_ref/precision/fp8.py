@@ -21,7 +21,6 @@ from flux_ref.errors import Refusal
 from flux_ref.precision.casts import scale_of_magnitude
 
 # Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear.
-SLICES = 16  # of an input's rows: one long reduction would need two kernels; policy.require_rows lets 16 divide them
 
 
 class Arithmetic(NamedTuple):
@@ -41,7 +40,7 @@ class Remembered(NamedTuple):
     One tensor each: views of one tensor would share a version counter, which compiled backwards refuse.
     """
 
-    amax: Tensor | None = None  # receives the largest magnitudes of SLICES, or of N columns; None: they are not noted
+    amax: Tensor | None = None  # (), receives the largest magnitude; None: it is not noted
     scales: Scales | None = None  # delayed; None: those of the tensor's own magnitude
 
 
@@ -148,7 +147,7 @@ def _(a_MK, b_KN, *_):
 
 
 @register_flop_formula(torch.ops.flux_ref.scaled_mm)  # parallel.activation_budget weighs what it recomputes
-def _flop(a_shape, b_shape, *_, **__) -> int:
+def product_flop(a_shape, b_shape, *_, **__) -> int:
     return 2 * a_shape[0] * a_shape[1] * b_shape[1]
 
 
@@ -229,12 +228,12 @@ def _codes(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, row_times
 def scales_of(found: Tensor, dtype: torch.dtype, remembered: Remembered = NOTHING) -> Scales:
     """The scales to cast a tensor with: those remembered, else those of the tensor's own magnitude.
 
-    found: the tensor's `magnitudes`. Each value of remembered.amax is raised to the largest of an equal share of them.
+    found: the tensor's `magnitudes`. remembered.amax is raised to the largest of them.
     """
-    amax, scales = remembered
-    if amax is not None:
-        amax.copy_(torch.maximum(amax, found.unflatten(0, (len(amax), -1)).amax(1)))
-    if scales:
-        return scales
-    scale = scale_of_magnitude(found.amax().float(), torch.finfo(dtype).max)
+    largest = found.amax()
+    if remembered.amax is not None:
+        remembered.amax.copy_(torch.maximum(remembered.amax, largest))
+    if remembered.scales:
+        return remembered.scales
+    scale = scale_of_magnitude(largest.float(), torch.finfo(dtype).max)
     return scale, scale.reciprocal()

@@ -79,8 +79,8 @@ class Precision(Arithmetic):
         self.scales = []
         largest = []
         for one in self.owners:
-            for length, dtype in ((fp8.SLICES, one.arith.forward), (one.out_features, one.arith.gradient)):
-                self.amaxes.append(torch.zeros(length, device=device))
+            for dtype in (one.arith.forward, one.arith.gradient):
+                self.amaxes.append(torch.zeros((), device=device))
                 self.scales.append((torch.ones((), device=device), torch.ones((), device=device)))
                 largest.append(torch.finfo(dtype).max)
         self.largest = torch.tensor(largest, device=device)
@@ -93,7 +93,8 @@ class Precision(Arithmetic):
         seed = torch.tensor(self.cfg.train.seed, device=device)
         names = list(policy.layers(self.cfg.model))
         for one in self.linears:
-            one.draws = Draws(seed, self.step, self.sample, torch.tensor(names.index(one.layer), device=device))
+            number = torch.tensor(names.index(one.layer), device=device)
+            one.draws = Draws(seed, self.step, self.sample, number)
 
     def begin(self, step: int) -> None:
         """Works on the host, but for one number that it writes to the device."""
@@ -104,10 +105,14 @@ class Precision(Arithmetic):
         stage, is_filled = self.ways[phase]
         for one in self.linears:
             one.take(stage.pairs[one.layer])
-        memories = [Remembered(amax, scales if is_filled else None) for amax, scales in zip(self.amaxes, self.scales)]
+        memories = []
+        for amax, scales in zip(self.amaxes, self.scales):
+            memories.append(Remembered(amax, scales if is_filled else None))
         for one, of_input, of_grad in zip(self.owners, memories[0::2], memories[1::2]):
             # A stage without delayed sides notes nothing: a run computes the same whether or not later ones are known.
-            one.of_input, one.of_grad = (of_input, of_grad) if is_delayed(one.pairs) else (NOTHING, NOTHING)
+            notes = is_delayed(one.pairs)
+            one.of_input = of_input if notes else NOTHING
+            one.of_grad = of_grad if notes else NOTHING
 
     def _before_forward(self, net: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """Note which samples of the global batch a micro-batch holds. The rows of a step are counted on the host."""
@@ -150,20 +155,23 @@ class Precision(Arithmetic):
         self.begin(0)
 
     def describe(self, rows: int, device: torch.device) -> list[str]:
-        arch = fp8.architecture(device) if self.cfg.precision.native else ""
-        validation = "as in training, with dynamic scales" if self.cfg.precision.eval else self.cfg.parallel.dtype
-        lines = [f"{self.cfg.precision.preset}; validation {validation}"]
+        own = self.cfg.precision
+        validation = "as in training, with dynamic scales" if own.eval else self.cfg.parallel.dtype
+        lines = [f"{own.preset}; validation {validation}"]
+        arch = fp8.architecture(device) if own.native else ""
         for stage in self.stages:
             lines.append(f"  from {stage.first * self.cfg.train.global_batch:,} samples on: {stage.preset}")
             counts: Counter[str] = Counter()
             for name, layer in policy.layers(self.cfg.model).items():
                 products = stage.pairs[name]
-                for product, sizes in layer.sizes(rows).items():
-                    text = f"{product}: {format_pair(products[product])}"
-                    if way(products) == "blocks" and any(products[product]):
-                        text += f" ({kernel(arch, products[product], sizes) or 'emulated'})"
+                for product, pair in products.items():
+                    text = f"{product}: {format_pair(pair)}"
+                    if way(products) == "blocks" and any(pair):
+                        found = kernel(arch, pair, layer.sizes(rows)[product])
+                        text += f" ({found or 'emulated'})"
                     counts[text] += 1
-            lines += [f"    {count:>4} {text}" for text, count in counts.items()]
+            for text, count in counts.items():
+                lines.append(f"    {count:>4} {text}")
         return lines
 
     def switched(self, step: int) -> str:

@@ -2,8 +2,8 @@
 
 A rule is LAYER PRODUCT: LEFT x RIGHT, such as "double_blocks.*.img_attn.qkv grad_weight: bf16 x bf16". LAYER and
 PRODUCT are patterns as of file names. LAYER is the name of a module of model.py; `last.LAYER` means the layers of the
-last 15 % of all blocks. A side is one of SIDES, perhaps with +sr (stochastic rounding), +h16 or +h32 (Hadamard
-transform along the sum). The last rule that matches a product decides. A product that no rule matches stays in bf16.
+last 15 % of all blocks. A side is one of SIDES. The last rule that matches a product decides. A product that no rule
+matches stays in bf16.
 A run may have several stages, each with a policy of its own (precision.switch).
 
 A layer is a linear of the blocks that sees tokens: K inputs, N outputs, M tokens of a micro-batch. Each of its three
@@ -17,14 +17,13 @@ products is a sum over one dimension of its left and its right side:
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.precision.formats import PLAIN, PRODUCTS, SIDES, Pair, Products, Side, format_pair, is_delayed, way
+from flux_ref.precision.formats import BASES, PLAIN, PRODUCTS, SIDES, Pair, Products, format_pair, is_delayed, way
 from flux_ref.schedule import steps_for
 
 MXFP4_BACKWARD = ("* grad_input: mxfp4 x mxfp4_2d", "* grad_weight: mxfp4+h16 x mxfp4+h16")  # of all OmniFlow's recipes
@@ -60,7 +59,6 @@ PRESETS = {
 }
 DELAYED = [rule.partition(": ")[2] for rule in PRESETS["fp8_delayed"]]  # its sides, by product
 RULE = re.compile(r"(\S+ \S+): (\S+) x (\S+)")
-OPTIONS: dict[str, dict[str, Any]] = {"sr": {"stochastic": True}, "h16": {"hadamard": 16}, "h32": {"hadamard": 32}}
 NARROW = ("nvfp4", "mxfp4", "mxfp6")  # formats below FP8, narrowest first; sides are named after them
 LAST = 0.15  # share of the blocks that "last" means; at least one
 MULTIPLE = 16  # kernels of FP8 need sizes that this number divides
@@ -99,7 +97,7 @@ def layers(model: ModelConfig) -> dict[str, Layer]:
         double[f"{stream}_mlp.2"] = Layer(tokens, M, D)
     tokens = model.image_tokens + model.text_tokens
     single = {"linear1": Layer(tokens, D, 3 * D + M), "linear2": Layer(tokens, D + M, D)}
-    found = {}
+    found: dict[str, Layer] = {}
     for kind, count, block in (("double", model.double_blocks, double), ("single", model.single_blocks, single)):
         for i in range(count):
             found |= {f"{kind}_blocks.{i}.{name}": layer for name, layer in block.items()}
@@ -111,21 +109,14 @@ def parse(text: str) -> tuple[str, Pair]:
     match = RULE.fullmatch(text)
     if not match:
         raise Refusal(f"precision.rules: {text!r} is no rule; write LAYER PRODUCT: LEFT x RIGHT, as * *: e4m3 x e4m3")
-    head, left, right = match.groups()
-    return head, (_side(left, text), _side(right, text))
-
-
-def _side(name: str, text: str) -> Side | None:
-    if name == PLAIN:
-        return None
-    base, *options = name.split("+")
-    if base not in SIDES or not OPTIONS.keys() >= set(options):
-        known = f"{PLAIN}, {', '.join(SIDES)}"
-        raise Refusal(f"precision.rules: {text!r} names the side {name}; give one of {known}, with +sr, +h16 or +h32")
-    side = replace(SIDES[base], name=name)
-    for option in options:
-        side = replace(side, **OPTIONS[option])
-    return side
+    head, *sides = match.groups()
+    for name in sides:
+        if name not in SIDES:
+            known = ", ".join(side.name for side in BASES)
+            rule = f"give {PLAIN} or one of {known}, then perhaps +h16 or +h32, then perhaps +sr"
+            raise Refusal(f"precision.rules: {text!r} names the side {name}; {rule}")
+    left, right = sides
+    return head, (SIDES[left], SIDES[right])
 
 
 class Stage(NamedTuple):
@@ -159,8 +150,7 @@ def stages(cfg: Config) -> tuple[Stage, ...]:
 def decided(preset: Sequence[str], own: Sequence[str], model: ModelConfig) -> dict[str, Products]:
     """What each product of each layer takes, by the layer's name.
 
-    preset, own: rules. Own ones come last. Raises: Refusal for an own rule that matches no product, and for sides that
-    a product cannot have, or that do not fit a layer's sizes.
+    preset, own: rules. Own ones come last. Raises: Refusal for an own rule that matches no product.
     """
     known = layers(model)
     blocks = list(dict.fromkeys(".".join(name.split(".")[:2]) + "." for name in known))
@@ -178,20 +168,21 @@ def decided(preset: Sequence[str], own: Sequence[str], model: ModelConfig) -> di
         if is_idle and text in own:
             example = f"{next(iter(known))} {PRODUCTS[0]}"
             raise Refusal(f"precision.rules: {text!r} matches no product of this model; one is {example}")
-    for name, layer in known.items():
-        _require_possible(name, layer, pairs[name], rows=0)
     return pairs
 
 
 def require_rows(cfg: Config, rows: int) -> None:
-    """rows: samples of a micro-batch. A gradient of a weight is a sum over all their tokens. Raises: Refusal."""
+    """rows: samples of a micro-batch. A gradient of a weight is a sum over all their tokens.
+
+    Raises: Refusal for a side that a product cannot have, or that does not fit a layer's sizes.
+    """
     for stage in stages(cfg):
         for name, layer in layers(cfg.model).items():
             _require_possible(name, layer, stage.pairs[name], rows)
 
 
 def _require_possible(name: str, layer: Layer, products: Products, rows: int) -> None:
-    """rows: samples of a micro-batch, 0 if unknown. Raises: Refusal, naming the product, the side and the remedy."""
+    """Raises: Refusal, naming the product, the side and the remedy."""
     is_delayed_preset = [format_pair(pair) for pair in products.values()] == DELAYED
     for product, pair in products.items():
         *heights, summed = layer.sizes(rows)[product]

@@ -80,7 +80,7 @@ REFUSED = {  # rules alone
     "all in fp8": "is no rule; write LAYER PRODUCT: LEFT x RIGHT",
     "* backward: e4m3 x e4m3": "matches no product of this model; one is double_blocks.0.img_attn.qkv forward",
     "double_blocks.7.* *: e4m3 x e4m3": "matches no product",
-    "* *: e4m4 x e4m3": "names the side e4m4; give one of bf16, e4m3",
+    "* *: e4m4 x e4m3": "names the side e4m4; give bf16 or one of e4m3",
     "* *: e4m3 x bf16+sr": "names the side bf16+sr",
     "* *: e4m3 x e4m3+h8": "names the side e4m3+h8",
     "* grad_input: mxfp4_2d x bf16": "mxfp4_2d has blocks of 32 rows, which do not divide 300 rows; take the 1-D side",
