@@ -23,7 +23,6 @@ class Validation:
     val_loss: float  # mean of the means per timestep
     val_loss_per_timestep: list[float]
     count: int  # samples
-    stderr: float | None  # standard error of `val_loss`, over samples and noise; None if a timestep has one sample
 
 
 def validation_loss(
@@ -52,26 +51,18 @@ def validation_loss(
 
 
 def summarise(sums: list[list[float]], samples: int) -> Validation:
-    """Means and their standard error from per-timestep counts, sums and sums of squares over all ranks.
+    """The means, from counts and sums per timestep over all ranks.
 
-    sums: (3, TIMESTEPS). samples: training samples so far, for the message.
+    sums: (2, TIMESTEPS). samples: training samples so far, for the message.
     Raises: Fault for a timestep without samples, or for a loss that is not finite.
     """
-    timesteps = len(sums[0])
     losses = []
-    variances = []
-    for timestep, (count, total, squares) in enumerate(zip(*sums)):
+    for timestep, (count, total) in enumerate(zip(*sums)):
         if count == 0:
-            raise Fault(
-                f"the validation set has no sample with timestep {timestep}; each of 0 to {timesteps - 1} is needed"
-            )
+            raise Fault(f"the validation set has no sample with timestep {timestep}; it needs one of each, 0 to 7")
         losses.append(total / count)
-        spread = max(0.0, squares / count - losses[-1] ** 2)
-        if count > 1:  # one sample tells no error
-            variances.append(spread / (count - 1))
     # spec: the mean over timesteps, each counted once however many samples it has.
     loss = sum(losses) / len(losses)
     if not math.isfinite(loss):
         raise Fault(f"validation loss is not finite after {samples} training samples")
-    stderr = sum(variances) ** 0.5 / timesteps if len(variances) == timesteps else None
-    return Validation(loss, losses, round(sum(sums[0])), stderr)
+    return Validation(loss, losses, round(sum(sums[0])))

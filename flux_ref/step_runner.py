@@ -53,7 +53,7 @@ class Validator:
         self.net = net
         self.cfg = cfg
         self.val_batch = allocate(cfg.model, cfg.eval.batch, world.device)
-        self.sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=world.device)
+        self.sums = torch.zeros(2, schedule.TIMESTEPS, dtype=torch.float64, device=world.device)
 
     def validate(self) -> None:
         """Add `val_batch` to `sums`, as step.validation_step does. Every rank calls this equally often."""

@@ -63,7 +63,7 @@ def steps(state: State, cfg: Config, world: World, count: int = STEPS, norms: li
 
 def validated(state: State, cfg: Config) -> Tensor:
     """The sums of a validation step on two samples."""
-    sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64)
+    sums = torch.zeros(2, schedule.TIMESTEPS, dtype=torch.float64)
     validation_step(state.net, synthetic(cfg.model, 2), sums, cfg)
     assert sums[1].any()
     return sums

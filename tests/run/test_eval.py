@@ -17,7 +17,7 @@ from flux_ref.pictures import sheet
 from tools import export
 
 OFTEN = ["--eval.every_samples=24", "--checkpoint.every_samples=24", "--checkpoint.keep=9"]  # a loss for each of them
-FIGURES = ("samples", "val_loss", "val_loss_per_timestep", "count", "stderr")
+FIGURES = ("samples", "val_loss", "val_loss_per_timestep", "count")
 CAPTION = "a small red circle at the middle"
 
 
