@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 LINGER_S = 5.0  # torchrun ends all ranks when one ends; the rank that knows the reason must print it before
-MOST_SHOWN = 200  # characters of a foreign value in a message
 
 
 class Stop(Exception):
@@ -114,8 +113,8 @@ def in_words(error: BaseException) -> Stop | None:
         kind = Fault if error.errno in BROKEN_DISK else Refusal
         return kind(told(error), alone=True)
     if isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", str(error)):
-        remedy = "free memory, or lower train.micro_batch, eval.batch or sample.count"
-        return Fault(f"out of memory: {text}; {remedy}", alone=True)
+        text += "; free memory, or lower train.micro_batch, eval.batch or sample.count"
+        return Fault(f"out of memory: {text}", alone=True)
     if isinstance(error, RuntimeError) and re.search(r"peer|Connection|[Tt]imed out", str(error)):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(LINGER_S)  # another rank broke and prints the reason; meanwhile torchrun ends this rank
@@ -179,4 +178,4 @@ def one_line(text: object, most: int = 2000) -> str:
 
 def shown(value: object) -> str:
     """A foreign value as in a source text, cut."""
-    return one_line(repr(value), MOST_SHOWN)
+    return one_line(repr(value), 200)

@@ -134,8 +134,10 @@ def lock(path: Path, what: str, waits: bool = False) -> Iterator[None]:
         except BlockingIOError:
             raise Refusal(f"{what} is in use by another job; wait for it, or choose another folder") from None
         except OSError as error:
-            words = f"warning: {path} cannot be locked ({error.strerror}), so another job would not be noticed"
-            print(words, file=sys.stderr)
+            print(
+                f"warning: {path} cannot be locked ({error.strerror}), so another job would not be noticed",
+                file=sys.stderr,
+            )
         yield
 
 
@@ -147,7 +149,7 @@ def records(path: Path, samples: float = math.inf) -> list[dict]:
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     try:
         return [record for record in map(json.loads, lines) if record["samples"] <= samples]
-    except (ValueError, TypeError, KeyError):
+    except ValueError:
         raise Refusal(f"{path} has a damaged line; mend it or set run.dir to another folder") from None
 
 

@@ -27,7 +27,6 @@ OFFICIAL = {"eval.target": "target_accuracy", "data.train_count": "train_samples
 # Keys that have no official log entry: the log has them under our own names, and no official checker sees them.
 OWN = [key for key in FIXED if key not in OFFICIAL and not (key in KEYS and KEYS[key].closed == CHECKER)]
 REHEARSED, REHEARSAL = "rehearsal", "rehearsal: no benchmark result"  # key of the log; words
-MOST_SHOWN = 300  # characters of departures on the terminal; the log has all
 HEAD = {  # the official names of a run's values in their order; spec: the batch before evaluation_frequency
     "submission_benchmark": "benchmark",
     "submission_org": "mllog.submission_org",
@@ -52,17 +51,16 @@ HEAD = {  # the official names of a run's values in their order; spec: the batch
 }
 
 
-def is_excused(key: str) -> bool:
-    """Whether a rehearsal may have another value: its model and its data may be smaller."""
-    return key.startswith("model.") or key in ("data.kind", "data.train_count", "data.val_count")
-
-
 def judge(found: dict[str, Any], rehearsal: bool) -> list[str]:
-    """The departures among values of all keys in FIXED, in words; None is an unknown value."""
+    """The departures among values of all keys in FIXED, in words; None is an unknown value.
+
+    A rehearsal may have a smaller model and smaller data.
+    """
     departures = []
     for key, allowed in FIXED.items():
         value = tuple(found[key]) if isinstance(found[key], list) else found[key]  # JSON has no tuples
-        if value is not None and value not in allowed and not (rehearsal and is_excused(key)):
+        is_smaller = key.startswith("model.") or key in ("data.kind", "data.train_count", "data.val_count")
+        if value is not None and value not in allowed and not (rehearsal and is_smaller):
             departures.append(f"{key}={shown(value)}, MLPerf fixes {' or '.join(map(repr, allowed))}")
     return departures
 
@@ -100,7 +98,7 @@ def verdict(cfg: Config, train_count: int, val_count: int) -> str:
     """
     found = departures(cfg, train_count, val_count)
     if found:
-        return f"no benchmark result: {one_line('; '.join(found), MOST_SHOWN)}"
+        return f"no benchmark result: {one_line('; '.join(found), 300)}"  # the log has all
     return REHEARSAL if cfg.mllog.rehearsal else ""
 
 
@@ -121,16 +119,16 @@ def head(cfg: Config, world_size: int, train_count: int, val_count: int) -> dict
         "accumulation": batch // (world_size * micro),
     }
     entries = {name: found[key] for name, key in HEAD.items()}
-    if cfg.mllog.ruleset != "5.1.0":  # precision and parallelism: optional in 6.0.0, required from 6.1.0 on
-        dtypes = [DTYPE_NAMES[dtype] for dtype in (cfg.parallel.dtype, cfg.parallel.reduce_dtype)]
-        entries |= {
-            "lowest_numerical_precision_in_linear": narrowest(cfg),
-            "lowest_numerical_precision_in_attn": dtypes[0],
-            "lowest_numerical_precision_in_comm": "bfloat16" if "bfloat16" in dtypes else "fp32",
-            **{f"{kind}_parallelism": 1 for kind in ("tensor", "pipeline", "context", "expert")},
-            "micro_batch_size": micro,
-            "config_filename": f"{cfg.name}.toml",
-        }
+    # Precision and parallelism: unknown to 5.1.0, optional in 6.0.0, required from 6.1.0 on
+    dtypes = [DTYPE_NAMES[dtype] for dtype in (cfg.parallel.dtype, cfg.parallel.reduce_dtype)]
+    entries |= {
+        "lowest_numerical_precision_in_linear": narrowest(cfg),
+        "lowest_numerical_precision_in_attn": dtypes[0],
+        "lowest_numerical_precision_in_comm": "bfloat16" if "bfloat16" in dtypes else "fp32",
+        **{f"{kind}_parallelism": 1 for kind in ("tensor", "pipeline", "context", "expert")},
+        "micro_batch_size": micro,
+        "config_filename": f"{cfg.name}.toml",
+    }
     entries |= {key: found[key] for key in OWN}
     if cfg.mllog.rehearsal:
         entries[REHEARSED] = True

@@ -77,7 +77,7 @@ def test_a_damaged_record_is_refused_unless_it_is_the_half_line_of_a_killed_run(
     files.write_records(path, want)
     assert records(path, samples=8) == want[:1]
     before = path.read_bytes()
-    for line in (b'{"samples": 1, "loss"', b"\xff\xfe", b"[1]", b"{}", b'{"samples": "x"}'):
+    for line in (b'{"samples": 1, "loss"', b"\xff\xfe", b'{"samples": 1}}'):
         path.write_bytes(before + line)
         assert records(path) == want, line
         path.write_bytes(before + line + b"\n" + before)
