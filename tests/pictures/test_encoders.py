@@ -15,10 +15,9 @@ from payload import Payload
 from peer_net import relative_error
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from small_encoders import WORDS
 
 from flux_ref import config_file, latents, rng, shards
-from flux_ref.errors import Fault, Refusal
+from flux_ref.errors import Refusal
 from flux_ref.pictures import sheet
 from flux_ref.pictures.encoders import Encoders, load_autoencoder
 from tools import export
@@ -90,14 +89,11 @@ def test_text_encoders_that_do_not_fit_are_refused_and_no_code_of_theirs_is_run(
     assert "fetch it: hf download" in refusal(build, home)
 
 
-def test_encodings_in_bf16_differ_by_rounding_and_those_that_are_not_finite_are_named(nets):
+def test_encodings_in_bf16_differ_by_rounding(nets):
     full, half = (build(nets, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     exact, other = full.encode_text(["a red cat"]), half.encode_text(["a red cat"])
     for name in ("t5", "clip"):
         assert 0 < relative_error(values_of(other[name]), values_of(exact[name])) < 0.05
-    full.t5.net.shared.weight.data[WORDS.index("dog")] = torch.nan
-    with pytest.raises(Fault, match="an encoding of the batch that begins with 'a cat' is NaN"):
-        full.encode(torch.zeros(2, 3, *PIXELS, dtype=torch.uint8), ["a cat", "a dog"])
 
 
 # Prompts
