@@ -202,10 +202,18 @@ class ValSet(SampleSet):
     split = "val"
 
     def open(self) -> None:
-        """On rank 0 read the first sample, too: a set of training has no timesteps. Raises: Refusal, Fault, OSError."""
+        """On rank 0 read samples until each timestep was seen. Raises: Refusal, Fault, OSError."""
         super().open()
-        if self.rank == 0 and self.count and self._read(0, self.buffers[0].views[0]).timestep is None:
-            raise Refusal(f"data.val={self.cfg.data.val} has no timesteps; give a set of validation, or --data.val=")
+        missing: set[int | None] = set(range(schedule.TIMESTEPS)) if self.rank == 0 and self.count else set()
+        for sample in range(self.count):
+            if not missing:
+                break
+            missing.discard(self._read(sample, self.buffers[0].views[0]).timestep)
+        if missing:
+            raise Refusal(
+                f"data.val={self.cfg.data.val} has no sample of the timesteps {missing}; validation needs each of 0 to"
+                f" {schedule.TIMESTEPS - 1}; give another set, or --data.val= for a run without validation"
+            )
 
     @property
     def batches(self) -> int:

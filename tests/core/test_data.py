@@ -172,12 +172,14 @@ def test_rows_of_padding_hold_zeros_whatever_was_in_the_buffer_before(cfg):
     assert not any(tensor[5:].any() for name, tensor in last.items() if name != "timestep")
 
 
-def test_sets_of_another_number_and_validation_on_a_set_of_training_are_refused(cfg):
+def test_sets_of_another_number_and_validation_that_lacks_a_timestep_are_refused(micro, cfg, tmp_path):
     for key, kind, count in (("train_count", TrainSet, 50), ("val_count", ValSet, 45)):
         text = refusal(kind, config_file.replace(cfg, **{f"data__{key}": 44}), 0, 1, False)
         assert f"holds {count} samples, data.{key}=44 asks for 44; set it to {count} or to 0" in text
-    val_set = ValSet(config_file.replace(cfg, data__val=cfg.data.train), 0, 1, False)
-    assert "has no timesteps; give a set of validation, or --data.val=" in refusal(val_set.open)
+    of_training = config_file.replace(cfg, data__val=cfg.data.train)
+    without = write_set(micro, tmp_path, 1, [k for k in TIMESTEPS if k != 5])
+    for one, lacks in ((of_training, set(range(8))), (without, {5})):
+        assert f"has no sample of the timesteps {lacks}; validation needs" in refusal(ValSet(one, 0, 1, False).open)
 
 
 # Reading ahead
