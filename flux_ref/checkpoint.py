@@ -212,11 +212,13 @@ class Saver:
             if self.world.rank == 0:
                 require_space(folder, self.bytes)
                 trial.touch()
-        with ranks.agreed():
-            if not trial.exists():
-                raise Refusal(f"{folder} is not the folder that rank 0 sees; put run.dir on a disk of all nodes")
-        if self.world.rank == 0:
-            trial.unlink()
+        try:
+            with ranks.agreed():
+                if not trial.exists():
+                    raise Refusal(f"{folder} is not the folder that rank 0 sees; put run.dir on a disk of all nodes")
+        finally:
+            if self.world.rank == 0:
+                trial.unlink()
 
     def save(self, state: State) -> None:
         """Begin to save a state, unless this step is saved already. Waits for the save before. Collective."""
@@ -254,41 +256,37 @@ class Saver:
         """In a thread of its own, on every rank."""
         begin = time.perf_counter()
         final = folder_of(self.run) / f"step_{info['step']:09d}"
+        partial = final.with_name(f".{final.name}{files.PARTIAL}")
         self.failure = None
         try:
-            self._write(final, info, wait_for_copy)
-            result = f"saved in {time.perf_counter() - begin:.1f} s"
+            self._write(final, partial, info, wait_for_copy)
         except Exception as error:  # on every rank: disks fill up
             self.failure = " ".join(str(error).split())
-            result = f"NOT saved: {self.failure}; older ones are untouched, training goes on"
-        if self.world.rank == 0:
-            if not self.failure:
-                prune(self.run, self.cfg.checkpoint.keep)
-            self.say(f"checkpoint {final} {result}")
+        if self.world.rank == 0 and self.failure:
+            files.remove(partial)
+            self.say(f"checkpoint {final} NOT saved: {self.failure}; older ones are untouched, training goes on")
+        elif self.world.rank == 0:
+            prune(self.run, self.cfg.checkpoint.keep)
+            self.say(f"checkpoint {final} saved in {time.perf_counter() - begin:.1f} s")
 
-    def _write(self, final: Path, info: dict, wait_for_copy: Callable[[], None]) -> None:
+    def _write(self, final: Path, partial: Path, info: dict, wait_for_copy: Callable[[], None]) -> None:
         """Write all files, then make the folder visible under its name. Raises on all ranks if one rank fails."""
-        partial = final.with_name(f".{final.name}{files.PARTIAL}")
-        try:
-            with ranks.agreed(self.group):
-                wait_for_copy()
-                if self.world.rank == 0:
-                    final.parent.mkdir(exist_ok=True)  # if the user has deleted it; a deleted run folder stays away
-                    require_space(final.parent, self.bytes)
-                    files.remove(partial)  # of a save that was killed
-                    partial.mkdir()
-            with ranks.agreed(self.group):
-                own = write_rank(partial, self.world.rank, self.host)
-            written = ranks.gather_objects(own, self.group)
-            with ranks.agreed(self.group):
-                if self.world.rank == 0:
-                    write_manifest(partial, info, self.shapes, written)
-                    files.sync(partial)
-                    partial.rename(final)
-                    files.sync(final.parent)
-        finally:
+        with ranks.agreed(self.group):
+            wait_for_copy()
             if self.world.rank == 0:
-                files.remove(partial)
+                final.parent.mkdir(exist_ok=True)  # if the user has deleted it; a deleted run folder stays away
+                require_space(final.parent, self.bytes)
+                files.remove(partial)  # of a save that was killed
+                partial.mkdir()
+        with ranks.agreed(self.group):
+            own = write_rank(partial, self.world.rank, self.host)
+        written = ranks.gather_objects(own, self.group)
+        with ranks.agreed(self.group):
+            if self.world.rank == 0:
+                write_manifest(partial, info, self.shapes, written)
+                files.sync(partial)
+                partial.rename(final)
+                files.sync(final.parent)
 
 
 # Reading

@@ -7,7 +7,6 @@ gathered weights at a time, and its gradients are reduced later.
 A port replaces this file. Parameters keep Black Forest Labs' names whatever the regions are (`named_parameters`).
 """
 
-import contextlib
 import math
 import warnings
 from collections.abc import Iterator
@@ -195,11 +194,6 @@ def compile_all(units: list[Region], cfg: Config, device: torch.device, own: dic
 def forbid_recompilation() -> None:
     """From now on, a shape, dtype or mode that would trigger a compilation raises an error."""
     torch.compiler.set_stance("fail_on_recompile")
-
-
-def uncompiled(cfg: ParallelConfig) -> contextlib.AbstractContextManager:
-    """A block in which compiled regions run eagerly, for batches of other shapes, such as those of pictures."""
-    return torch.compiler.set_stance("force_eager") if cfg.compile else contextlib.nullcontext()
 
 
 def _set(config: Any, name: str, value: float) -> None:

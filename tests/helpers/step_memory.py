@@ -26,16 +26,11 @@ COMPILED, BUDGET = "--parallel.compile=true", "--parallel.activation_budget"
 BF16, HSDP = "--parallel.reduce_dtype=bf16", "--parallel.replicate=2"
 CASES = {  # name: (ranks, micro-batch, overrides)
     "eager, 1 rank": (1, 16, RESHARDED),
-    "eager, 1 rank, kept, small batch": (1, 2, KEPT),
     "recompute=block, 1 rank": (1, 16, f"{RESHARDED} --parallel.recompute=block"),
-    "compiled, 1 rank": (1, 16, f"{RESHARDED} {COMPILED}"),
     "compiled, budget 0.5, 1 rank": (1, 16, f"{RESHARDED} {COMPILED} {BUDGET}=0.5"),
     "compiled, budget 0, 1 rank": (1, 16, f"{RESHARDED} {COMPILED} {BUDGET}=0.0"),
-    "eager, 2 ranks": (2, 8, RESHARDED),
     "eager, 2 ranks, averaged": (2, 8, f"{RESHARDED} --optim.ema=600"),
     "eager, 2 ranks, kept, bf16 reduced": (2, 8, f"{KEPT} {BF16}"),
-    "compiled, budget 0.5, 2 ranks": (2, 8, f"{KEPT} {COMPILED} {BUDGET}=0.5"),
-    "eager, HSDP 2 x 2": (4, 4, f"{KEPT} {HSDP}"),
     "eager, HSDP 2 x 2, bf16, accumulated": (4, 2, f"{RESHARDED} {HSDP} {BF16}"),
     "eager, regions of 2, 3 ranks": (3, 4, f"{RESHARDED} --parallel.region_blocks=2"),
 }
