@@ -181,12 +181,11 @@ class Fp8Matmul(torch.autograd.Function):
         x8_MK, x8_KM = _codes(parts, input_scale, arith.forward, rule)
         if gathered:
             codes_NK, (weight_scale, weight_inverse) = gathered
-            kept_NK = codes_NK
         else:
             weight_scale, weight_inverse = scales_of(magnitudes(weight_NK), arith.forward)
             codes_NK = cast(weight_NK, weight_scale, arith.forward)
-            kept_NK = weight_NK
         kept = (x8_KM,) if grad_in_fp8 else parts
+        kept_NK = codes_NK if gathered else weight_NK
         ctx.save_for_backward(kept_NK, input_inverse, weight_scale, weight_inverse, *kept)
         ctx.of_grad = of_grad  # its amax changes, so ctx cannot save it
         ctx.arith = arith
