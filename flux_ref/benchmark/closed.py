@@ -119,12 +119,14 @@ def head(cfg: Config, world_size: int, train_count: int, val_count: int) -> dict
         "accumulation": batch // (world_size * micro),
     }
     entries = {name: found[key] for name, key in HEAD.items()}
+    parallel = cfg.parallel
     # Precision and parallelism: unknown to 5.1.0, optional in 6.0.0, required from 6.1.0 on
-    dtypes = [DTYPE_NAMES[dtype] for dtype in (cfg.parallel.dtype, cfg.parallel.reduce_dtype)]
     entries |= {
         "lowest_numerical_precision_in_linear": narrowest(cfg),
-        "lowest_numerical_precision_in_attn": dtypes[0],
-        "lowest_numerical_precision_in_comm": "bfloat16" if "bfloat16" in dtypes else "fp32",
+        "lowest_numerical_precision_in_attn": DTYPE_NAMES[parallel.dtype],
+        "lowest_numerical_precision_in_comm": "bfloat16"
+        if "bf16" in (parallel.dtype, parallel.reduce_dtype)
+        else "fp32",
         **{f"{kind}_parallelism": 1 for kind in ("tensor", "pipeline", "context", "expert")},
         "micro_batch_size": micro,
         "config_filename": f"{cfg.name}.toml",
