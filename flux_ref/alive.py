@@ -83,11 +83,12 @@ class Alive:
     def stuck(self) -> str:
         """Where this rank stands, in words."""
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
-        lines = [f"{frame.filename}:{frame.lineno}" for frame in stack if frame.filename.startswith(PACKAGE)]
-        here = lines[-1] if lines else "a line of the script"
+        own = [frame for frame in stack if frame.filename.startswith(PACKAGE)]
+        frame = (own or stack)[-1]
         return (
-            f"no progress for {self.limit_s:g} s since {self.place}, now at {here}; this rank, another one,"
-            " the network or a device hangs. If torch still compiles, set a greater run.hang_s"
+            f"no progress for {self.limit_s:g} s since {self.place}, now at {frame.filename}:{frame.lineno};"
+            " this rank, another one, the network or a device hangs."
+            " If torch still compiles, set a greater run.hang_s"
         )
 
     def _end(self, reason: str) -> None:

@@ -32,8 +32,8 @@ def forecast(cfg: Config, ranks: int, samples: int, val_count: int, warm_s: floa
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words: 58 s, 12 min, 3 h 05 min."""
+    """Seconds in words: 58 s, 12 min, 3.1 h."""
     minutes = round(seconds / 60)
     if minutes < 2:
         return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} h"

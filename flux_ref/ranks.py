@@ -213,9 +213,8 @@ def require_same(config: str) -> None:
     """Refuse to go on if a rank has another config."""
     texts = gather_objects(config)
     for rank, text in enumerate(texts):
-        for line, other in zip(texts[0].splitlines(), text.splitlines()):
-            if line != other:
-                raise Refusal(f"config differs between ranks: rank 0 has {line}, rank {rank} has {other}")
+        if own := set(text.splitlines()) - set(texts[0].splitlines()):
+            raise Refusal(f"config differs between ranks: unlike rank 0, rank {rank} has {min(own)}")
 
 
 def gather(tensor: Tensor) -> list:

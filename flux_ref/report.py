@@ -160,9 +160,10 @@ class Reporter:
         shown["validation/loss"] = result.val_loss
         self._record("eval.jsonl", {"samples": samples} | vars(result) | {"seconds": seconds}, shown)
         self.val_curve.append((samples, result.val_loss))
-        target = f", target {self.cfg.eval.target:g}" if self.cfg.eval.target else ""
-        loss = f"validation loss {result.val_loss:.4f} over {result.count:,} samples"
-        self.say(f"samples {samples:>10,}  {loss} in {seconds:.1f} s{target}")
+        self.say(
+            f"samples {samples:>10,}  validation loss {result.val_loss:.4f} over {result.count:,} samples"
+            f" in {seconds:.1f} s"
+        )
         self._chart()
         self.since_s = time.perf_counter()  # the step before an evaluation is always logged
 

@@ -109,5 +109,5 @@ def test_values_travel_as_json_and_never_as_pickles():
 def test_a_text_that_differs_between_ranks_is_refused_with_its_line(monkeypatch):
     monkeypatch.setattr(ranks, "gather_objects", lambda text: [text, text, text.replace("b = 2", "b = 3")])
     assert ranks.require_same("a = 1") is None
-    words = "config differs between ranks: rank 0 has b = 2, rank 2 has b = 3"
+    words = "config differs between ranks: unlike rank 0, rank 2 has b = 3"
     assert words == refusal(ranks.require_same, "a = 1\nb = 2")

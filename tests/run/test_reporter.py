@@ -43,7 +43,7 @@ def test_what_a_picture_raises_becomes_one_line_and_no_more_is_forgiven(micro, c
 
 def test_how_long_a_run_takes_is_told_in_words(micro):
     """A step on 6 rows of a rank and a validation batch of 8 took 26 s: 18 s and 8 s, if a step is three forwards."""
-    told = ["0 s", "89 s", "2 min", "83 min", "3 h 05 min"]
+    told = ["0 s", "89 s", "2 min", "83 min", "3.1 h"]
     assert [duration(seconds) for seconds in (0.4, 89, 130, 5000, 11_100)] == told
     for values, want in (
         ({}, "about 2 min: 4 steps of 18.00 s and 2 evaluations of 24.0 s"),
