@@ -3,6 +3,7 @@
 What is being written lies beside its place as `.NAME.XXXXXXXX.flux_ref_partial`. No reader looks at such names.
 """
 
+import codecs
 import contextlib
 import fcntl
 import json
@@ -29,11 +30,23 @@ def read_bytes(path: Path, what: str, most: int = 2**31) -> bytes:
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a UTF-8 file, without a mark of byte order. Raises: Refusal, OSError."""
+    """The text of a file. Raises: Refusal, OSError."""
     try:
-        return read_bytes(path, what).decode("utf-8-sig")
+        return decode(read_bytes(path, what))
     except ValueError as error:
         raise Refusal(f"{what} {path} is not UTF-8: {error}; save it as UTF-8") from None
+
+
+def decode(content: bytes) -> str:
+    """Text that people have written: UTF-8, or UTF-16 that begins with its mark. A mark is left out.
+
+    Raises: ValueError for other bytes, and for NULs: UTF-16 without its mark shows as such.
+    """
+    is_wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    text = content.decode("utf-16" if is_wide else "utf-8-sig")
+    if "\0" in text:
+        raise ValueError("it holds NULs, as UTF-16 without its mark would")
+    return text
 
 
 def read_json(path: Path, what: str) -> dict:

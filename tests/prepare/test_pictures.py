@@ -128,13 +128,13 @@ def caption_of(picture: pictures.Picture) -> str:
 
 TEXTS = {  # what a caption's files hold: the caption, or why it is rejected
     "= a cat": [
-        *({".txt": text} for text in (b"a cat\r\n", "\ufeffa cat".encode())),
+        *({".txt": text} for text in (b"a cat\r\n", "\ufeffa cat".encode(), "a cat".encode("utf-16"))),
         {".json": '\ufeff{"caption": " a cat"}'.encode()},
         {".txt": b"a cat", ".json": b'{"caption": "a dog"}'},
     ],
     "no caption": [{}, {".json": b'{"width": 1}'}, *({".txt": text.encode()} for text in (" \n", "\ufeff", "\u200b"))],
     "unreadable caption": [
-        *({".txt": text} for text in ("l'été".encode("latin-1"), "a cat".encode("utf-16"))),
+        *({".txt": text} for text in ("l'été".encode("latin-1"), "a cat".encode("utf-16-le"))),
         *({".json": text} for text in (b"[1]", b'{"caption": 7}', b"{", b'{"caption": "\\ud83d"}')),
     ],
 }

@@ -26,7 +26,7 @@ from torchvision.transforms.v2 import functional as transforms
 from webdataset.tariterators import base_plus_ext
 
 from flux_ref.errors import Refusal, shown
-from flux_ref.files import json_object, read_bytes, read_text
+from flux_ref.files import decode, json_object, read_bytes, read_text
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
@@ -79,7 +79,7 @@ def described(texts: dict[str, bytes]) -> str:
     """The caption in a .txt, or else the "caption" of a .json. Raises: Rejected."""
     try:
         if ".txt" in texts:
-            caption = texts[".txt"].decode("utf-8-sig")
+            caption = decode(texts[".txt"])
         else:
             caption = json.loads(texts.get(".json", b"{}")).get("caption") or ""
         caption = caption.strip()
