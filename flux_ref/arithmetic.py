@@ -1,7 +1,7 @@
 """How the blocks compute, and the moments at which the core asks. The plain way: as model.py is written.
 
 precision/ has a class with the same methods for all other values of precision.preset, precision.rules and
-precision.switch. `arithmetic_of` alone imports it, if a config asks for it, so the folder may be taken away.
+precision.switch. Functions import it only if a config asks for it, so the folder may be taken away.
 """
 
 import torch

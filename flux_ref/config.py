@@ -135,7 +135,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save: bool = free(True, "save at the end, at the target and on Ctrl-C, SIGTERM or SIGUSR1; false: never")
+    save: bool = free(True, "save at the end, at the target and when a signal ends the run; false: never")
     every_samples: int = free(
         0, "save also every so many samples, rounded up to whole steps; 0: only at the moments above"
     )

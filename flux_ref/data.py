@@ -67,7 +67,7 @@ def read_ahead(
 
     plan: per batch, one item per row. fill: fill(row, item) puts an item into a row.
     Closing the generator ends the reading and waits for nobody: after an error a thread may wait for a device that
-    waits for a lost rank. So threads may still fill the buffers: after an early close, take new ones.
+    waits for a lost rank. So threads may still fill the buffers: after an early close, make a new set.
     Raises: the error of a reading thread.
     """
 
@@ -205,7 +205,7 @@ class ValSet(SampleSet):
         """On rank 0 read samples until each timestep was seen. Raises: Refusal, Fault, OSError."""
         super().open()
         missing: set[int | None] = set(range(schedule.TIMESTEPS)) if self.rank == 0 and self.count else set()
-        for sample in range(self.count):
+        for sample in map(int, rng.order(0, 0, self.count)):  # a set may be sorted by its timesteps
             if not missing:
                 break
             missing.discard(self._read(sample, self.buffers[0].views[0]).timestep)

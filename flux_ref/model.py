@@ -4,10 +4,10 @@ Parameters keep the names of Black Forest Labs' code, so public weights load wit
 device, no mesh, no dtype policy. sharding.py splits the net over ranks from outside. What the words spec, numerics,
 port and sync mean in comments: PORTING.md.
 
-numerics: activations have the dtype of `img`. RoPE's table and time_waves are computed in fp32; the waves are then cast
-to the dtype of the activations, in which time_in works. RMS norms compute and return fp32, but in a sharded net every
-parameter, their scale too, arrives rounded to parallel.dtype. Layer norms reduce in fp32 and return the dtype of the
-activations.
+numerics: activations have the dtype of `img`. RoPE's table is computed in fp64 and stored in fp32. time_waves are
+computed in fp32, then cast to the dtype of the activations, in which time_in works. RMS norms compute and return fp32,
+but in a sharded net every parameter, their scale too, arrives rounded to parallel.dtype. Layer norms reduce in fp32 and
+return the dtype of the activations.
 """
 
 import math
@@ -42,7 +42,7 @@ def rope_table(positions_S3: Tensor, axes: tuple[int, ...], theta: int) -> Tenso
 
 
 def apply_rope(x_BSHK: Tensor, rope_SR2: Tensor) -> Tensor:
-    """Rotate each pair of features by its angle. fp32 in and out.
+    """Rotate each pair of features: (a, b) becomes (a cos - b sin, a sin + b cos). fp32 in and out.
 
     port: neighbours (2r, 2r + 1) form a pair. Other models pair r with r + K / 2.
     """
@@ -64,7 +64,10 @@ def attention(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor) -> Tensor:
 
 
 def time_waves(t_B: Tensor) -> Tensor:
-    """BFL flux's timestep_embedding of 1000 * t: (B, W) fp32. port: all cosines first, then all sines."""
+    """BFL flux's timestep_embedding, with its time_factor of 1000: (B, W) fp32, of t in [0, 1].
+
+    port: all cosines first, then all sines.
+    """
     t_B = 1000.0 * t_B  # numerics: t must be fp32; near 700, bf16 counts in steps of 4
     frequency = torch.exp(-math.log(10_000) * torch.arange(TIME_WAVES // 2, device=t_B.device) / (TIME_WAVES // 2))
     angle = t_B[:, None] * frequency
@@ -225,7 +228,7 @@ class LastLayer(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(cfg.hidden, 2 * cfg.hidden))
 
     def forward(self, img_BND: Tensor, vec_BD: Tensor) -> Tensor:
-        """The velocity of the image tokens: (B, N, P)."""
+        """The velocity of the image tokens: (B, N, P). port: shift comes first; diffusers' files have scale first."""
         shift_B1D, scale_B1D = self.adaLN_modulation(vec_BD)[:, None, :].chunk(2, dim=-1)
         return self.linear(modulate(img_BND, shift_B1D, scale_B1D))
 
@@ -282,9 +285,10 @@ START = (
 
 
 def start_of(name: str, shape: tuple[int, ...]) -> tuple[str, float]:
-    """How a parameter starts, by START: zeros, ones, or a normal or uniform distribution.
+    """How a parameter starts, by START: its distribution (zeros, ones, normal or uniform) and its width.
 
-    Returns its name and its standard deviation or, if it is uniform, its half-width sqrt(6 / (inputs + outputs)).
+    The width is a standard deviation or, if uniform, a half-width: sqrt(6 / (inputs + outputs)).
+    port: inputs and outputs are those of the joined weights qkv and linear1, not of their parts.
     """
     kind, width = next(row[1:] for row in START if any(fnmatchcase(name, pattern) for pattern in row[0]))
     return ("uniform", math.sqrt(6.0 / (shape[0] + shape[1]))) if kind == "xavier" else (kind, width)

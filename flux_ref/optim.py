@@ -33,6 +33,8 @@ def bytes_per_parameter(cfg: OptimConfig) -> int:
 class ShardedAdamW:
     """torch's AdamW over the local shards of a sharded net, which share storage with the net's parameters.
 
+    port: as optax.adamw: w -= lr * (m / (sqrt(v) + eps) + weight_decay * w), with m and v divided by 1 - beta ** step.
+    The first step counts as 1. Clipping has an epsilon (CLIP_EPS) that optax lacks.
     A graph may hold `step`: it works on the device alone, in place, without a host sync. So all moments are made here.
     spec: weight decay holds for every parameter, biases and scales too.
 

@@ -34,7 +34,7 @@ ROUNDING = 11  # stochastic rounding
 
 
 def words(seed: int, stream: int, count: int, *, sample: int = 0, epoch: int = 0, start: int = 0) -> np.ndarray:
-    """Words start .. start + count of one stream, as (count,) uint64."""
+    """count words of one stream, from the word `start` on: (count,) uint64."""
     block, lead = divmod(start, 4)
     counter = np.array([block, sample, epoch, 0], np.uint64)  # numpy counts up before its first block
     generator = np.random.Philox(key=np.array([seed, stream], np.uint64), counter=counter)
@@ -67,7 +67,7 @@ def normals(
 
 
 def start_values(seed: int, name: str, kind: str, width: float, start: int, count: int) -> np.ndarray:
-    """Elements start .. start + count of the initial values of a parameter, (count,) float32.
+    """count initial values of a parameter, from the element `start` on: (count,) float32.
 
     kind: zeros, ones, normal (standard deviation width), or uniform (from -width to width), as model.start_of tells.
     """

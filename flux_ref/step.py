@@ -56,8 +56,9 @@ def train_step(net: ShardedFlux, opt: ShardedAdamW, batch: Batch, health: Health
     for first in range(0, rows, micro):
         part = {name: tensor[first : first + micro] for name, tensor in batch.items()}
         is_last = first + micro == rows
-        # Gradients add up as fp32 shards: each backward ends in a reduce-scatter, the last one in an all-reduce over
-        # the replicas, too.
+        # port: the weights' gradients of a micro-batch are in parallel.dtype. They are cast to reduce_dtype, and
+        # summed over ranks by a reduce-scatter. They add up as fp32 shards, with replicas as reduce_dtype.
+        # The last backward also ends in an all-reduce over the replicas.
         net.set_requires_all_reduce(is_last)
         net.set_is_last_backward(is_last)  # FSDP2 then finishes what it has queued
         part_loss = flow.losses(net, part, DTYPES[cfg.parallel.dtype]).sum() / rows
