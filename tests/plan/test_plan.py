@@ -145,6 +145,7 @@ def step_without_peers(name: str) -> tuple[float, float]:
     return instant.total, step_memory.peaks(profiler)[1]
 
 
+@pytest.mark.slow
 def test_memory_of_a_step_without_peers():
     for name in ("some kept", "hsdp accumulated"):
         planned, real = step_without_peers(name)

@@ -29,7 +29,7 @@ def everything(state: State) -> dict[str, Tensor]:
     return whole(state.net) | {"history": state.arithmetic.history, "moment": state.opt.moments()["exp_avg"][0]}
 
 
-@pytest.mark.parametrize("preset", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("preset", ["fp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_a_run_that_stops_before_at_or_after_its_switches_goes_on_bit_for_bit(world, tmp_path, preset):
     """Also from the checkpoint of a run that did not know of them. The state that goes on has taken other steps."""
     switch = ((4 * ROWS, "fp8_delayed"), (6 * ROWS, "bf16"))
