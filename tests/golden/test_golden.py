@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 import torch.nn.functional as F
 from checking import checked
 from conftest import script
@@ -62,6 +63,14 @@ def trained(world, **keys) -> dict[str, np.ndarray]:
     return arrays(training.training(config_file.replace(CFG, **keys), world, GIVEN))
 
 
+cast = precision.cast
+
+
+def unclamped(x, scale, dtype):
+    """Of e5m2 only: what becomes of a large value as e4m3 depends on the version of torch."""
+    return (x * scale).to(dtype) if dtype == torch.float8_e5m2 else cast(x, scale, dtype)
+
+
 def halves(x, rope):
     """RoPE on (r, r + K / 2)."""
     order = np.arange(x.shape[-1]).reshape(2, -1).T.ravel()
@@ -81,7 +90,7 @@ PLANTED: tuple[tuple[object, str, Callable, str, str], ...] = (
     (model, "NORM_EPS", 1e-5, "double_blocks.0.img_attn.qkv.input", "epsilon of layer norm"),
     (F, "silu", lambda x, inplace=False: F.gelu(x), "time_in", "SiLU comes before"),
     (schedule, "lr", lambda step, peak, steps: peak * step / steps, "step1.lr", "off by one step"),
-    (precision, "cast", lambda x, scale, dtype: (x * scale).to(dtype), "fp8.edge.e5m2.bits", "clamp before the cast"),
+    (precision, "cast", unclamped, "fp8.edge.e5m2.bits", "clamp before the cast"),
 )
 
 
