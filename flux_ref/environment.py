@@ -70,7 +70,7 @@ def choose_compiler_folder(cfg: Config, world: World, stack: ExitStack) -> None:
     with ranks.agreed():
         os.makedirs(own, mode=0o700, exist_ok=True)
     kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or own
-    # torch finds a graph again by the code of the net, which does not tell the kernel of attention.
+    # torch finds compiled code by the code of the net. That does not name the kernel of attention, so the folder does.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{kept}/{attention_kernel(cfg, world.device).replace(' ', '_')}"
     # torch keeps some files below the temporary folder, whatever TORCHINDUCTOR_CACHE_DIR says.
     os.environ["TMPDIR"] = own

@@ -273,7 +273,7 @@ class Flux(nn.Module):
 
 
 # How parameters start: patterns of names (fnmatch), distribution and, for a normal one, its standard deviation. The
-# first row that fits decides. Blocks start as the identity, and the output as 0. rng.start_values draws the values.
+# first row that fits decides. At first each block passes its input on, and the output is 0. rng.start_values draws.
 # spec: MLPerf reference, torchtitan experiments/flux, init_weights.
 START = (
     (("*.scale",), "ones", 0.0),

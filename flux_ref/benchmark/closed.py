@@ -120,7 +120,7 @@ def head(cfg: Config, world_size: int, train_count: int, val_count: int) -> dict
     }
     entries = {name: found[key] for name, key in HEAD.items()}
     parallel = cfg.parallel
-    # Precision and parallelism: unknown to 5.1.0, optional in 6.0.0, required from 6.1.0 on
+    # Precision and parallelism. Rules 5.1.0 and 6.0.0 do not need these lines; 6.1.0 does.
     entries |= {
         "lowest_numerical_precision_in_linear": narrowest(cfg),
         "lowest_numerical_precision_in_attn": DTYPE_NAMES[parallel.dtype],
