@@ -132,18 +132,18 @@ def append(path: Path, content: str, on_disk: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def lock(path: Path, what: str, waits: bool = False) -> Iterator[None]:
+def lock(path: Path, what: str) -> Iterator[None]:
     """Hold the lock at `path` in this block. It ends with its process, however that ends; the empty file stays.
 
     The standard library's flock: the package filelock would fall back to a file that outlives its process.
-    what: what is in use, for the message. waits: for another process that holds the lock.
+    what: what is in use, for the message.
     Where there are no locks, one line says so, and nothing is locked. Raises: Refusal.
     """
     with contextlib.ExitStack() as stack:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)  # for writing, it would hold a disk busy
             stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Refusal(f"{what} is in use by another job; wait for it, or choose another folder") from None
         except OSError as error:

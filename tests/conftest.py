@@ -1,6 +1,7 @@
 """What the tests share: a micro model, a data set for it, and ways to start train.py and eval.py."""
 
 import contextlib
+import fcntl
 import importlib
 import os
 import re
@@ -16,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flux_ref import checkpoint, config, config_file, errors, files, ranks, toy
+from flux_ref import checkpoint, config, config_file, errors, ranks, toy
 from flux_ref.checkpoint import Checkpoint
 from flux_ref.data import TrainSet, ValSet
 from flux_ref.errors import Refusal
@@ -48,7 +49,8 @@ def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
 
     def folder(name: str, fill: Callable[[Path], object]) -> Path:
         path, filled = base / name, base / f"{name}.filled"
-        with files.lock(base / f"{name}.lock", str(path), waits=True):
+        with (base / f"{name}.lock").open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
             if not filled.exists():
                 shutil.rmtree(path, ignore_errors=True)  # another worker has failed
                 fill(path)

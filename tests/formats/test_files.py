@@ -57,7 +57,7 @@ def test_a_lock_has_one_holder_and_ends_with_its_process(tmp_path):
         with pytest.raises(Refusal, match="it is in use by another job; wait"), lock(path, "it"):
             pass
         other.kill()
-    with lock(path, "it", waits=True):
+    with lock(path, "it"):  # the kill has ended it: Popen waits
         pass
 
 
