@@ -9,6 +9,7 @@ eager RMSNorm is one operation and keeps less.
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -92,6 +93,7 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
     return footprints
 
 
+@cache  # hundreds of plans ask for a few layouts
 def layout(cfg: Config, gpus: int, node: int) -> Layout:
     """How FSDP2 splits the net over so many GPUs, `node` of them to a host.
 
