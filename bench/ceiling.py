@@ -23,7 +23,7 @@ from flux_ref import errors
 from flux_ref.arithmetic import DTYPES
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal, between
-from flux_ref.precision.fp8 import architecture, arithmetic, has_kernel
+from flux_ref.precision.fp8 import architecture, has_kernel, support
 from flux_ref.precision.policy import MULTIPLE, layers
 from flux_ref.ranks import World
 from tools.shared import flops
@@ -67,7 +67,7 @@ def fp8_kinds(device: torch.device, wanted: list[Product]) -> tuple[torch.dtype,
         if any(size % MULTIPLE for size in (product.m, product.n, product.k)):
             size = f"a size that is not a multiple of {MULTIPLE}"
             raise Refusal(f"{product.layer} {product.kind} has {size}")
-    return arithmetic(architecture(device))[:2]
+    return support(architecture(device))[:2]
 
 
 def plain(product: Product, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:

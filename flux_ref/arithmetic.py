@@ -73,6 +73,6 @@ def arithmetic_of(cfg: Config) -> Arithmetic:
     """What a config asks for. Raises: Refusal for a policy that cannot be."""
     if cfg.precision.is_plain:
         return Arithmetic(cfg)
-    from flux_ref.precision.hooks import Precision
+    from flux_ref.precision.stages import Precision
 
     return Precision(cfg)

@@ -81,7 +81,7 @@ def rows_of(state: State) -> dict[str, TensorSlice]:
     for name, parameter in sharding.named_parameters(state.net).items():
         first, local = sharding.local_rows(parameter)
         rows[f"model.{name}"] = TensorSlice(local.detach(), first, parameter.shape)
-    for moment, values in state.opt.moments().items():
+    for moment, values in state.opt.states().items():
         for name, tensor in zip(state.opt.names, values):
             rows[f"optimizer.state.{name}.{moment}"] = replace(rows[f"model.{name}"], local=tensor)
     precision = state.arithmetic
@@ -340,8 +340,8 @@ class Checkpoint:
 def load(path: Path, state: State) -> None:
     """Fill weights, moments, history and counters from a checkpoint of the same run. Collective. Raises: Refusal.
 
-    Each rank reads only its own rows. A layer that the checkpoint does not know has no history: no stage up to here
-    has delayed sides there. So the run equals one that knew all stages from the start.
+    Each rank reads only its own rows. A layer that is absent in the checkpoint had no delayed sides so far, so its
+    history begins empty, as it would have in a run that knew all stages from the start.
     """
     with ranks.agreed(), torch.no_grad():
         saved = Checkpoint(path)

@@ -11,7 +11,7 @@ from typing import Any
 
 # What fixes a value in MLPerf's closed division for FLUX.1. RULES: mlcommons/training_policies, training_rules.adoc.
 # REFERENCE: mlcommons/training, text_to_image, with torchtitan 9603aa83; what its code does is fixed even if it has no
-# setting for it. CHECKER: mlperf-logging, closed_flux1.yaml, which sees the value in the log; it sees no other value.
+# setting for it. CHECKER: mlperf-logging, closed_flux1.yaml, which reads this value in the log.
 RULES, REFERENCE, CHECKER = "rules", "reference", "checker"
 
 
@@ -229,7 +229,7 @@ class GraphConfig:
 class PrecisionConfig:
     """Number formats of the blocks' linears (docs/precision.md). Everything else computes in parallel.dtype."""
 
-    preset: str = key("bf16", "bf16, fp8, fp8_delayed, mxfp8, under80, pareto_a, pareto_b, mxfp6_fp4 or nvfp4")
+    preset: str = key("bf16", "bf16, fp8, fp8_delayed, mxfp8, under80, mxfp6_fp4 or nvfp4")
     rules: tuple[str, ...] = key((), 'added to this preset: "LAYER PRODUCT: LEFT x RIGHT"; the last match decides')
     switch: tuple[tuple[int, str], ...] = key((), "[[samples, preset], ...]: then another preset, without rules")
     eval: bool = key(

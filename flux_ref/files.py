@@ -1,6 +1,7 @@
 """Reading with a limit; files and folders that appear whole or not at all; lines that are appended; locks; records.
 
-What is being written lies beside its place as `.NAME.XXXXXXXX.flux_ref_partial`. No reader looks at such names.
+What is being written lies beside its place, under a hidden name that ends in `.flux_ref_partial`. No reader looks at
+such names.
 """
 
 import codecs

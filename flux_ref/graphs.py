@@ -5,7 +5,7 @@ clipping, the update. So every tensor that a step reads or writes is allocated o
 `opt.lr`, weights, moments, loss, norm, health and sums. A graph holds no generator: draws come with the batch, and
 stochastic rounding (precision/) draws from the number of the step, which lies on the device.
 
-A port to another device may answer every `obstacle` with a reason: then all steps run eagerly.
+A port to a device without graphs lets `obstacle` always return a reason: then all steps run eagerly.
 """
 
 import gc

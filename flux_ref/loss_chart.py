@@ -16,7 +16,7 @@ LEFT = 80
 TOP = 50
 RIGHT = 860
 BOTTOM = 460
-LABELS = 6  # of each axis
+LABELS = 6  # of the axis of samples
 EARLY = 0.1  # this share of a run has losses so high that they would hide all others
 
 Curve = Sequence[tuple[float, float]]  # training samples, loss
@@ -51,14 +51,14 @@ def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
             np.interp(loss, (low, high), (BOTTOM, TOP)),
         )
 
-    # Axes
-    for samples, loss in zip(
-        np.linspace(0, most, LABELS),
-        np.linspace(low, high, LABELS),
-    ):
-        x, y = place(samples, loss)
+    # Axes. The losses have 2 to 20 labels, multiples of a power of ten
+    power = 10 ** np.floor(np.log10((high - low) / 2))
+    for loss in np.arange(np.ceil(low / power), high / power) * power:
+        _, y = place(0, loss)
         pen.line([(LEFT, y), (RIGHT, y)], "lightgrey")
-        pen.text((LEFT - 8, y), f"{loss:.4f}", "black", anchor="rm")
+        pen.text((LEFT - 8, y), f"{loss:.6g}", "black", anchor="rm")
+    for samples in np.linspace(0, most, LABELS):
+        x, _ = place(samples, low)
         pen.text((x, BOTTOM + 8), f"{samples:,.0f}", "black", anchor="mt")
     pen.text((RIGHT, BOTTOM + 32), "training samples", "black", anchor="rt")
 

@@ -20,14 +20,14 @@ EMA = "ema"  # the average of the weights
 CLIP_EPS = 1e-6  # numerics: added to the norm, as torch's clip_grad_norm_ does
 
 
-def moment_kinds(cfg: OptimConfig) -> tuple[str, ...]:
+def state_kinds(cfg: OptimConfig) -> tuple[str, ...]:
     """The fp32 tensors that are kept for each parameter, in its shape: AdamW's moments and, if asked for, EMA."""
     return ("exp_avg", "exp_avg_sq", EMA) if cfg.ema else ("exp_avg", "exp_avg_sq")
 
 
 def bytes_per_parameter(cfg: OptimConfig) -> int:
     """Bytes in a checkpoint of a weight and its moments, all fp32."""
-    return 4 * (1 + len(moment_kinds(cfg)))
+    return 4 * (1 + len(state_kinds(cfg)))
 
 
 class ShardedAdamW:
@@ -45,7 +45,7 @@ class ShardedAdamW:
     def __init__(self, net: ShardedFlux, cfg: Config, world: World):
         optim = cfg.optim
         self.clip_norm = optim.clip_norm
-        self.kinds = moment_kinds(optim)
+        self.kinds = state_kinds(optim)
         # 1 - 0.5 ** (samples of a step / half-life). numerics: expm1 keeps its digits where the half-life is long.
         self.ema_rate = -math.expm1(-math.log(2) * cfg.train.global_batch / optim.ema) if optim.ema else 0.0
         self.replicas = world.replicas
@@ -87,12 +87,12 @@ class ShardedAdamW:
             shard.grad = grad
         self.adamw.step()
         if self.ema_rate:
-            torch._foreach_lerp_(self.moments()[EMA], self.shards, self.ema_rate)
+            torch._foreach_lerp_(self.states()[EMA], self.shards, self.ema_rate)
         for shard, parameter in zip(self.shards, self.parameters):
             shard.grad = parameter.grad = None
         return norm
 
-    def moments(self) -> dict[str, list[Tensor]]:
+    def states(self) -> dict[str, list[Tensor]]:
         """The moments by kind, in the order of the shards and of their shapes. A checkpoint holds them."""
         return {kind: [self.adamw.state[shard][kind] for shard in self.shards] for kind in self.kinds}
 

@@ -23,7 +23,7 @@ from flux_ref.errors import Fault, Refusal, printable
 from flux_ref.evaluate import Validation
 from flux_ref.files import append, records, write_records, write_whole
 from flux_ref.model import parameter_table
-from flux_ref.progress import forecast, progress
+from flux_ref.progress_bar import forecast, progress
 from flux_ref.ranks import World
 from flux_ref.step import NEVER, Health
 from flux_ref.step_runner import State, StepRunner

@@ -18,9 +18,8 @@ from flux_ref.config import TrainConfig
 
 # port: the streams' numbers are part of the definition of a run.
 ORDER = 0  # the order of an epoch
-SCALARS = (
-    1  # of a training sample: word 0 drops the caption, 1 is t, 2 and 3 make the normal number of a logit-normal t
-)
+# Of a training sample: word 0 drops the caption, word 1 is t, words 2 and 3 make the normal number of a logit-normal t.
+SCALARS = 1
 LATENT = 2  # the latent of a training sample, drawn from its mean and variance
 NOISE = 3  # the noise of a training sample
 VAL_LATENT = 4  # the same of a validation sample

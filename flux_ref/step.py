@@ -57,7 +57,7 @@ def train_step(net: ShardedFlux, opt: ShardedAdamW, batch: Batch, health: Health
         part = {name: tensor[first : first + micro] for name, tensor in batch.items()}
         is_last = first + micro == rows
         # port: the weights' gradients of a micro-batch are in parallel.dtype. They are cast to reduce_dtype, and
-        # summed over ranks by a reduce-scatter. They add up as fp32 shards, with replicas as reduce_dtype.
+        # summed over ranks by a reduce-scatter. The sum over micro-batches is fp32; with replicas it is reduce_dtype.
         # The last backward also ends in an all-reduce over the replicas.
         net.set_requires_all_reduce(is_last)
         net.set_is_last_backward(is_last)  # FSDP2 then finishes what it has queued

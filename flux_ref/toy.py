@@ -14,7 +14,7 @@ import numpy as np
 
 from flux_ref import files, rng, schedule, shards
 from flux_ref.config import Config, ModelConfig
-from flux_ref.progress import progress
+from flux_ref.progress_bar import progress
 from flux_ref.shards import Arrays, Meta
 
 COLOURS = {

@@ -43,7 +43,7 @@ class BenchmarkLog:
         self.in_block = False
         self.loss_keys = [constants.EVAL_ACCURACY]
         self.flaws: list[str] = []  # why this is no benchmark result, in words
-        self.rehearsal = ""  # why a run that breaks no rule is no benchmark result either: closed.REHEARSAL
+        self.rehearsal = ""  # why a run that breaks no rule still is no benchmark result: closed.REHEARSAL
         self.logger = logging.Logger("flux_ref", logging.INFO)  # one that no other log shares
         self.file = LogFile()
         self.logger.addHandler(self.file)

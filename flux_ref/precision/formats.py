@@ -54,7 +54,7 @@ class Side:
     scaling: Scaling
     stochastic: bool = False
     hadamard: int = 0  # size of the transform; 0: none
-    delayed: bool = False  # the scale comes from earlier steps in training (hooks.py)
+    delayed: bool = False  # the scale comes from earlier steps in training (stages.py)
 
 
 # Input, weight and gradient are each cast once, with one scale: the two products of a tensor name the same side.

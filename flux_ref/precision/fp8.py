@@ -1,7 +1,8 @@
 """One linear's three products in FP8: formats, scales, casts and layouts.
 
 The products are the output, the gradient of the input and the gradient of the weight. Inputs and weights are e4m3,
-gradients are e5m2. Each tensor has one scale. Sums are fp32, results are bf16.
+gradients are e5m2. Each tensor has one scale, dynamic here; stages.py has the history of delayed scales. Sums are fp32,
+results are bf16.
 
 port: a scale is the largest FP8 value / largest magnitude. A cast multiplies by the scale; a product divides by it.
 Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433.
@@ -23,8 +24,8 @@ from flux_ref.precision.casts import scale_of_magnitude
 # Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear.
 
 
-class Arithmetic(NamedTuple):
-    """What a kind of device computes with."""
+class Support(NamedTuple):
+    """The FP8 that a kind of device computes with."""
 
     forward: torch.dtype  # of inputs and weights
     gradient: torch.dtype
@@ -64,20 +65,20 @@ def architecture(device: torch.device) -> str:
     return f"sm{properties.major}{properties.minor}"
 
 
-def arithmetic(arch: str) -> Arithmetic:
-    """The arithmetic of an architecture. Raises: Refusal if it has no FP8.
+def support(arch: str) -> Support:
+    """The formats and layouts of an architecture. Raises: Refusal if it has no FP8.
 
     Source: the layouts that PyTorch's ScaledBlas.cpp accepts. MI300X and MI325X (gfx94x) have formats of their own,
     without infinities and negative zero. On AMD torch refuses what Hopper cannot do: PyTorch's pull request 196884 of
     September 2026 lifts this for one scale per tensor, and no version that we know has it.
     """
     if re.fullmatch(r"gfx94\d", arch):
-        return Arithmetic(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, row_times_column=True)
+        return Support(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, row_times_column=True)
     if not re.fullmatch(r"cpu|sm89|sm9\d|sm1\d\d|gfx950|gfx12\d\d", arch):
         raise Refusal(f"e4m3 sides need a device that computes in FP8, {arch} does not; set precision.preset=bf16")
     # Datacenter Blackwell takes every layout. A CPU could, too, but shows here what Hopper would refuse.
     any_layout = re.fullmatch(r"sm10\d", arch)
-    return Arithmetic(torch.float8_e4m3fn, torch.float8_e5m2, row_times_column=not any_layout)
+    return Support(torch.float8_e4m3fn, torch.float8_e5m2, row_times_column=not any_layout)
 
 
 def has_kernel(device: torch.device) -> bool:
@@ -167,7 +168,7 @@ class Fp8Matmul(torch.autograd.Function):
         weight_NK: Tensor,
         bias_N: Tensor | None,
         gathered: Codes | None,
-        arith: Arithmetic,
+        support: Support,
         grad_in_fp8: bool,
         widths: list[int],
         of_input: Remembered,
@@ -175,20 +176,20 @@ class Fp8Matmul(torch.autograd.Function):
         *parts: Tensor,
     ):
         """grad_in_fp8: whether the gradient of the weight is in FP8. widths: N of the result's parts. parts: of x."""
-        rule = arith.row_times_column
+        rule = support.row_times_column
         amax_M = torch.cat([magnitudes(part) for part in parts])
-        input_scale, input_inverse = scales_of(amax_M, arith.forward, of_input)
-        x8_MK, x8_KM = _codes(parts, input_scale, arith.forward, rule)
+        input_scale, input_inverse = scales_of(amax_M, support.forward, of_input)
+        x8_MK, x8_KM = _codes(parts, input_scale, support.forward, rule)
         if gathered:
             codes_NK, (weight_scale, weight_inverse) = gathered
         else:
-            weight_scale, weight_inverse = scales_of(magnitudes(weight_NK), arith.forward)
-            codes_NK = cast(weight_NK, weight_scale, arith.forward)
+            weight_scale, weight_inverse = scales_of(magnitudes(weight_NK), support.forward)
+            codes_NK = cast(weight_NK, weight_scale, support.forward)
         kept = (x8_KM,) if grad_in_fp8 else parts
         kept_NK = codes_NK if gathered else weight_NK
         ctx.save_for_backward(kept_NK, input_inverse, weight_scale, weight_inverse, *kept)
         ctx.of_grad = of_grad  # its amax changes, so ctx cannot save it
-        ctx.arith = arith
+        ctx.support = support
         ctx.grad_in_fp8 = grad_in_fp8
         ctx.widths = [part.shape[1] for part in parts]
         out_MN = scaled_mm(x8_MK, codes_NK.t(), input_inverse, weight_inverse, bias_N, fast=True)
@@ -197,12 +198,12 @@ class Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         kept_NK, input_inverse, weight_scale, weight_inverse, *kept = ctx.saved_tensors
-        rule = ctx.arith.row_times_column
-        kind = ctx.arith.gradient
+        rule = ctx.support.row_times_column
+        kind = ctx.support.gradient
         amax_N = torch.cat([magnitudes(grad, dim=0) for grad in grads])  # in one pass with the bias' gradient
         grad_scale, grad_inverse = scales_of(amax_N, kind, ctx.of_grad)
         g8_MN, g8_NM = _codes(grads, grad_scale, kind, rule)
-        w8_NK = kept_NK if kept_NK.dtype == ctx.arith.forward else cast(kept_NK, weight_scale, ctx.arith.forward)
+        w8_NK = kept_NK if kept_NK.dtype == ctx.support.forward else cast(kept_NK, weight_scale, ctx.support.forward)
         if rule:
             w8_NK = w8_NK.t().contiguous().t()
         grad_x_MK = scaled_mm(g8_MN, w8_NK, grad_inverse, weight_inverse)

@@ -49,12 +49,12 @@ class Gathered:
         """What this rank gives: the codes of its rows. size: of the whole weight."""
         padding = -(-size[0] // mesh.size()) - len(self.shard)
         with torch.no_grad():  # in forward, too: a compiler would make another graph for this mode
-            return (self.encode(self.shard, self.scales[0], padding, self.linear.arith.forward),), None
+            return (self.encode(self.shard, self.scales[0], padding, self.linear.support.forward),), None
 
     def fsdp_post_all_gather(self, outputs: tuple[Tensor], metadata, dtype, *, out: Tensor | None = None):
         """Keep the codes of all ranks. Later gathers fill the same memory, with `out` given: nothing is to do."""
         if out is None:
-            codes = outputs[0].view(self.linear.arith.forward)[: self.linear.out_features]
+            codes = outputs[0].view(self.linear.support.forward)[: self.linear.out_features]
             self.linear.gathered = Codes(codes, self.scales)
             return self.placeholder, ()
         return None
@@ -89,7 +89,7 @@ def _agree(every: list[Gathered], group: dist.ProcessGroup) -> None:
     """Set the scales of the weights as they are now. Collective; works on the device alone and in place."""
     filled = [one.shard if one.shard.numel() else one.shard.new_zeros(1) for one in every]
     amax = agreed_magnitudes(filled, group).bfloat16().float()
-    scale = scale_of_magnitude(amax, torch.finfo(every[0].linear.arith.forward).max)
+    scale = scale_of_magnitude(amax, torch.finfo(every[0].linear.support.forward).max)
     keep_scales(scale, [one.scales for one in every])
 
 

@@ -35,7 +35,7 @@ class PolicyLinear(nn.Linear):
     arch: of the device, "" without native products.
     gathered: the weight in FP8; None where the weight itself is gathered. gather.py sets it.
     of_input, of_grad: what training notes and takes of the input and of the output's gradient. draws: for stochastic
-    rounding. hooks.py sets them between steps.
+    rounding. stages.py sets them between steps.
     """
 
     def __init__(self, linear: nn.Linear, layer: str, cfg: Config, arch: str):
@@ -46,7 +46,7 @@ class PolicyLinear(nn.Linear):
         self.layer = layer
         stages = policy.stages(cfg)
         is_fp8 = any(way(stage.pairs[layer]) == "tensor" for stage in stages)
-        self.arith = fp8.arithmetic(arch if is_fp8 else "cpu")
+        self.support = fp8.support(arch if is_fp8 else "cpu")
         self.arch = arch if cfg.precision.native else ""
         self.in_validation = cfg.precision.eval
         self.gathered: Codes | None = None
@@ -87,7 +87,7 @@ class PolicyLinear(nn.Linear):
             self.weight,
             self.bias,
             self.gathered,
-            self.arith._replace(gradient=self.arith.forward) if is_e4m3 else self.arith,
+            self.support._replace(gradient=self.support.forward) if is_e4m3 else self.support,
             any(self.pairs["grad_weight"]),
             widths,
             *((self.of_input, self.of_grad) if torch.is_grad_enabled() else (NOTHING, NOTHING)),

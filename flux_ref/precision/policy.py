@@ -26,7 +26,6 @@ from flux_ref.errors import Refusal
 from flux_ref.precision.formats import BASES, PLAIN, PRODUCTS, SIDES, Pair, Products, format_pair, is_delayed, way
 from flux_ref.schedule import steps_for
 
-MXFP4_BACKWARD = ("* grad_input: mxfp4 x mxfp4_2d", "* grad_weight: mxfp4+h16 x mxfp4+h16")  # of all OmniFlow's recipes
 PRESETS = {
     "bf16": (),
     "fp8": ("* forward: e4m3 x e4m3", "* grad_*: e5m2 x e4m3"),
@@ -36,14 +35,10 @@ PRESETS = {
         "* grad_weight: e5m2_delayed x e4m3_delayed",
     ),
     "mxfp8": ("* *: mxfp8 x mxfp8",),  # NVIDIA's submissions
-    # OmniFlow, github.com/zirui/OmniFlow, examples/mlperf/flux1/README.md
-    "under80": ("single_blocks.* forward: mxfp8 x mxfp8", *MXFP4_BACKWARD),
-    "pareto_a": ("* forward: mxfp8 x mxfp8", "double_blocks.*.img_* forward: bf16 x bf16", *MXFP4_BACKWARD),
-    "pareto_b": (
-        "* forward: mxfp8 x mxfp8",
-        "double_blocks.*.img_mlp.0 forward: bf16 x bf16",
-        "single_blocks.*.linear2 forward: mxfp4 x mxfp4_2d",
-        *MXFP4_BACKWARD,
+    "under80": (  # OmniFlow, github.com/zirui/OmniFlow, examples/mlperf/flux1/README.md
+        "single_blocks.* forward: mxfp8 x mxfp8",
+        "* grad_input: mxfp4 x mxfp4_2d",
+        "* grad_weight: mxfp4+h16 x mxfp4+h16",
     ),
     "mxfp6_fp4": (  # AMD's recipe for v6.1
         "* forward: mxfp6+h32 x mxfp4+h32",

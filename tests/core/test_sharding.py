@@ -122,7 +122,7 @@ def test_the_average_halves_what_older_weights_count(world):
             parameter.grad = torch.ones_like(parameter)
         opt.step()
         want = [left * old + (1 - left) * shard.detach() for old, shard in zip(want, opt.shards)]
-    for found, mean, shard in zip(opt.moments()["ema"], want, opt.shards):
+    for found, mean, shard in zip(opt.states()["ema"], want, opt.shards):
         torch.testing.assert_close(found.double(), mean, rtol=0, atol=1e-6)
         assert not torch.equal(found, shard)
 

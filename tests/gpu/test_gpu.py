@@ -26,7 +26,7 @@ def arch(device) -> str:
     """The name of a device's kind that computes in FP8."""
     name = fp8.architecture(device)
     try:
-        fp8.arithmetic(name)
+        fp8.support(name)
     except Refusal as error:
         pytest.skip(str(error))
     return name
@@ -68,16 +68,16 @@ def test_training_step_never_waits_for_the_device(micro_batch, world):
     assert losses[-1] < losses[0]
 
 
-def test_a_device_takes_the_layouts_that_its_fp8_arithmetic_names(device, arch):
+def test_a_device_takes_the_layouts_that_fp8_support_names(device, arch):
     """Datacenter Blackwell and AMD: right sides row by row; AMD also a gradient in e5m2 by a weight in e4m3."""
-    arith = fp8.arithmetic(arch)
+    support = fp8.support(arch)
     one = torch.ones((), device=device)
     wrong = []
-    for left in (arith.forward, arith.gradient):
+    for left in (support.forward, support.gradient):
         a = torch.randn(64, 96, device=device).to(left)
-        b = torch.randn(96, 32, device=device).to(arith.forward)
+        b = torch.randn(96, 32, device=device).to(support.forward)
         lefts, rights = [a], [b.t().contiguous().t()]
-        if not arith.row_times_column:
+        if not support.row_times_column:
             lefts, rights = [*lefts, a.t().contiguous().t()], [*rights, b]
         for pair in product(lefts, rights):
             found = torch._scaled_mm(*pair, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)

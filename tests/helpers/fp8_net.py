@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from flux_ref.config import Config, PrecisionConfig
 from flux_ref.precision.fp8 import Codes, cast, magnitudes, scales_of
-from flux_ref.precision.hooks import Precision
 from flux_ref.precision.linear import PolicyLinear
+from flux_ref.precision.stages import Precision
 
 
 def config(preset: str, **keys: object) -> Config:
@@ -25,8 +25,8 @@ def low(linear: nn.Linear, preset: str = "fp8", arch: str = "cpu", **keys: objec
 def encode(linear: PolicyLinear) -> None:
     """Give a linear the codes of its weight as it is now, as a gather would."""
     weight = linear.weight.detach()
-    scales = scales_of(magnitudes(weight), linear.arith.forward)
-    linear.gathered = Codes(cast(weight, scales[0], linear.arith.forward), scales)
+    scales = scales_of(magnitudes(weight), linear.support.forward)
+    linear.gathered = Codes(cast(weight, scales[0], linear.support.forward), scales)
 
 
 class Net(nn.Module):

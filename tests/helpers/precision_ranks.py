@@ -17,7 +17,7 @@ from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.data import synthetic
 from flux_ref.precision import blocks
-from flux_ref.precision.hooks import Precision
+from flux_ref.precision.stages import Precision
 from flux_ref.ranks import World
 from flux_ref.sharding import reshard
 from flux_ref.step import Health, train_step, validation_step

@@ -61,7 +61,7 @@ def main(name: str, out: str) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         net = sharding.build(cfg, world, seed=0)
         steps = StepRunner(State(net, cfg, world), cfg, world)
-        steps.state.opt.moments()
+        steps.state.opt.states()
         for task in (steps.warm_up, *STEPS * (steps.train,)):
             with record_function(STEP):
                 task()

@@ -8,7 +8,7 @@ from conftest import ROOT
 
 TAKEN_AWAY = ("precision", "pictures", "benchmark")  # folders of flux_ref that the core does not need
 ASKED = {  # what is imported in the one function that a key asks
-    ("arithmetic", "precision.hooks"),
+    ("arithmetic", "precision.stages"),
     ("benchmark.closed", "precision.policy"),
     ("train", "pictures.artist"),
     ("eval", "pictures.artist"),

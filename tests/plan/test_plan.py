@@ -137,7 +137,7 @@ def step_without_peers(name: str) -> tuple[float, float]:
     profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with fake_world(gpus, node=node) as world, profiling as profiler:
         state, health = State(sharding.build(cfg, world, seed=None), cfg, world), Health(world.device)
-        state.opt.moments()
+        state.opt.states()
         batch, _ = (allocate(cfg.model, count) for count in (cfg.train.global_batch // gpus, cfg.eval.batch))
         for _ in range(2):
             with record_function(step_memory.STEP):

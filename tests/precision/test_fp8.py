@@ -24,9 +24,9 @@ from flux_ref.checkpoint import HISTORY, Checkpoint, load
 from flux_ref.config import ModelConfig
 from flux_ref.model import Flux, SingleBlock, parameter_table
 from flux_ref.precision import fp8
-from flux_ref.precision.hooks import Precision
 from flux_ref.precision.linear import PartsBlock, PolicyLinear, convert
 from flux_ref.precision.policy import layers
+from flux_ref.precision.stages import Precision
 from flux_ref.step_runner import StepRunner
 
 ARCHS = ("cpu", "gfx942", "sm100")  # both families of formats, both rules of layout
@@ -126,9 +126,9 @@ def test_every_device_with_fp8_has_its_formats_and_layouts(monkeypatch):
         ("sm89 sm90 sm120 cpu gfx950 gfx1201", (*ocp, True)),
         ("sm100 sm103", (*ocp, False)),
     ):
-        assert {tuple(fp8.arithmetic(arch)) for arch in archs.split()} == {want}
+        assert {tuple(fp8.support(arch)) for arch in archs.split()} == {want}
     for arch in ("sm80", "sm86", "gfx90a", "gfx1100"):
-        assert f"{arch} does not; set precision.preset=bf16" in refusal(fp8.arithmetic, arch)
+        assert f"{arch} does not; set precision.preset=bf16" in refusal(fp8.support, arch)
     known = SimpleNamespace(major=10, minor=3, gcnArchName="gfx942:sramecc+:xnack-")
     module = SimpleNamespace(get_device_properties=lambda device: known)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flux_ref import config_file
 from flux_ref.precision import blocks, fp8
 from flux_ref.precision.formats import SIDES
-from flux_ref.precision.hooks import Precision
+from flux_ref.precision.stages import Precision
 
 M, N, K = 160, 96, 256  # 160 and 96 rows do not fill a tile of 128
 FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

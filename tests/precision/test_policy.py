@@ -45,8 +45,6 @@ PUBLISHED = {  # how many linears take which sides, by the sources of docs/preci
     },
     "mxfp8": {f"{product}: mxfp8 x mxfp8": 228 for product in PRODUCTS},
     "under80": {"forward: bf16 x bf16": 152, "forward: mxfp8 x mxfp8": 76} | MX4,
-    "pareto_a": {"forward: bf16 x bf16": 76, "forward: mxfp8 x mxfp8": 152} | MX4,
-    "pareto_b": {"forward: bf16 x bf16": 19, "forward: mxfp4 x mxfp4_2d": 38, "forward: mxfp8 x mxfp8": 171} | MX4,
     "mxfp6_fp4": {"forward: mxfp6+h32 x mxfp4+h32": 190, "forward: mxfp4+h32 x mxfp4+h32": 38}
     | {f"{product}: mxfp4+h32+sr x mxfp4+h32+sr": 228 for product in PRODUCTS[1:]},
     "nvfp4": {f"{product}: bf16 x bf16": 18 for product in PRODUCTS}
@@ -55,8 +53,6 @@ PUBLISHED = {  # how many linears take which sides, by the sources of docs/preci
 }
 BF16 = {
     "under80": "double_blocks.*",
-    "pareto_a": "double_blocks.*.img_*",
-    "pareto_b": "double_blocks.*.img_mlp.0",
     "nvfp4": "single_blocks.*",
 }
 

@@ -26,7 +26,7 @@ def test_runs_of_several_ranks_round_as_one_does_in_any_micro_batches(size, meas
 
 def everything(state: State) -> dict[str, Tensor]:
     """Weights, history, and the moments of a parameter."""
-    return whole(state.net) | {"history": state.arithmetic.history, "moment": state.opt.moments()["exp_avg"][0]}
+    return whole(state.net) | {"history": state.arithmetic.history, "moment": state.opt.states()["exp_avg"][0]}
 
 
 @pytest.mark.parametrize("preset", ["fp8", pytest.param("nvfp4", marks=pytest.mark.slow)])

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from flux_ref import config_file
 from flux_ref.alive import Alive
 from flux_ref.errors import Fault, Refusal
-from flux_ref.progress import duration, forecast
+from flux_ref.progress_bar import duration, forecast
 from flux_ref.report import Reporter, require_finite
 from flux_ref.step import NEVER
 

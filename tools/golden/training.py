@@ -56,7 +56,7 @@ def clipping(cfg: Config, world: World, given: Values) -> Tensors:
 
 def moments(state: State) -> dict[str, Tensors]:
     """The moments by kind and name."""
-    return {kind: dict(zip(state.opt.names, tensors)) for kind, tensors in state.opt.moments().items()}
+    return {kind: dict(zip(state.opt.names, tensors)) for kind, tensors in state.opt.states().items()}
 
 
 def init(cfg: Config, world: World) -> Tensors:

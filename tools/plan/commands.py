@@ -13,7 +13,7 @@ from flux_ref.config import EvalConfig
 from flux_ref.errors import Options, Refusal, between
 from flux_ref.optim import bytes_per_parameter
 from flux_ref.precision import policy
-from flux_ref.progress import duration
+from flux_ref.progress_bar import duration
 from tools.plan import hardware, plan
 from tools.plan.plan import GB, Plan
 from tools.plan.public import PLANNED

@@ -9,7 +9,7 @@ from math import prod
 
 from flux_ref.config import Config
 from flux_ref.data import fields
-from flux_ref.optim import moment_kinds
+from flux_ref.optim import state_kinds
 from flux_ref.sharding import REDUCTIONS
 from tools.plan.footprint import Footprint
 from tools.shared.communication import ITEM_BYTES, ROOT, Layout, Unit, freed
@@ -36,7 +36,7 @@ def fullest(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus:
     sample = sum(prod(shape) * dtype.itemsize for shape, dtype in fields(cfg.model).values())
     always = dict.fromkeys(PARTS, 0.0)
     always["weights"] = MASTER * layout.sharded(*layout.units)
-    always["moments"] = always["weights"] * len(moment_kinds(cfg.optim))
+    always["moments"] = always["weights"] * len(state_kinds(cfg.optim))
     always["buffers"] = sample * (cfg.train.global_batch // gpus + cfg.eval.batch)
 
     instants = training(cfg, layout, footprints, gpus * rows < cfg.train.global_batch, rows)

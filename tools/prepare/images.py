@@ -33,7 +33,7 @@ from flux_ref.arithmetic import DTYPES
 from flux_ref.config import ModelConfig, ParallelConfig
 from flux_ref.errors import Refusal, between, one_line
 from flux_ref.pictures.encoders import Encoders
-from flux_ref.progress import progress
+from flux_ref.progress_bar import progress
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import job, pictures
 from tools.prepare.pictures import Part, Picture, Rejected

@@ -79,7 +79,7 @@ class Precision(Arithmetic):
         self.scales = []
         largest = []
         for one in self.owners:
-            for dtype in (one.arith.forward, one.arith.gradient):
+            for dtype in (one.support.forward, one.support.gradient):
                 self.amaxes.append(torch.zeros((), device=device))
                 self.scales.append((torch.ones((), device=device), torch.ones((), device=device)))
                 largest.append(torch.finfo(dtype).max)
@@ -109,7 +109,7 @@ class Precision(Arithmetic):
         for amax, scales in zip(self.amaxes, self.scales):
             memories.append(Remembered(amax, scales if is_filled else None))
         for one, of_input, of_grad in zip(self.owners, memories[0::2], memories[1::2]):
-            # A stage without delayed sides notes nothing: a run computes the same whether or not later ones are known.
+            # A stage without delayed sides notes nothing, so stages that come later do not change what it computes.
             notes = is_delayed(one.pairs)
             one.of_input = of_input if notes else NOTHING
             one.of_grad = of_grad if notes else NOTHING
