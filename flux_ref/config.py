@@ -48,7 +48,7 @@ def key(default: Any, meaning: str, **facts: Any) -> Any:
 
 
 def free(default: Any, meaning: str, **facts: Any) -> Any:
-    """A key that may have another value when a run goes on: it changes losses by rounding only."""
+    """A key that may have another value when a run goes on: no step that was trained would differ but by rounding."""
     return key(default, meaning, resume=True, **facts)
 
 

@@ -1,4 +1,6 @@
-"""The validation loss: every sample counts once at any world size, and every rank gets the same number.
+"""The validation loss: the mean over eight timesteps of the mean loss of their samples, each read once.
+
+Every rank gets the same number, at any world size up to rounding.
 
 The last batches may have rows that only fill them. Such rows have no timestep (data.ValSet), so they are in no mean
 (step.validation_step). All ranks get the same bits of the sums, so either all see the target reached, or none does.
