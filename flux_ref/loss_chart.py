@@ -16,7 +16,6 @@ LEFT = 80
 TOP = 50
 RIGHT = 860
 BOTTOM = 460
-LABELS = 6  # of the axis of samples
 EARLY = 0.1  # this share of a run has losses so high that they would hide all others
 
 Curve = Sequence[tuple[float, float]]  # training samples, loss
@@ -33,7 +32,7 @@ def span(curves: Sequence[Curve], target: float = 0.0) -> tuple[float, float]:
                 late.append(loss)
     high = max([target, *late])
     low = min([target or high, *every])
-    margin = (high - low or high) * 0.04 or 1.0
+    margin = 0.04 * (high - low) or 1.0
     return low - margin, high + margin
 
 
@@ -57,7 +56,7 @@ def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
         _, y = place(0, loss)
         pen.line([(LEFT, y), (RIGHT, y)], "lightgrey")
         pen.text((LEFT - 8, y), f"{loss:.6g}", "black", anchor="rm")
-    for samples in np.linspace(0, most, LABELS):
+    for samples in np.linspace(0, most, 6):
         x, _ = place(samples, low)
         pen.text((x, BOTTOM + 8), f"{samples:,.0f}", "black", anchor="mt")
     pen.text((RIGHT, BOTTOM + 32), "training samples", "black", anchor="rt")

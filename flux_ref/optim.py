@@ -25,11 +25,6 @@ def state_kinds(cfg: OptimConfig) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", EMA) if cfg.ema else ("exp_avg", "exp_avg_sq")
 
 
-def bytes_per_parameter(cfg: OptimConfig) -> int:
-    """Bytes in a checkpoint of a weight and its moments, all fp32."""
-    return 4 * (1 + len(state_kinds(cfg)))
-
-
 class ShardedAdamW:
     """torch's AdamW over the local shards of a sharded net, which share storage with the net's parameters.
 

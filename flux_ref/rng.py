@@ -11,6 +11,7 @@ and every other draw is arithmetic on those 64-bit words.
 
 import hashlib
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -58,7 +59,7 @@ def normals(
     seed: int, stream: int, shape: tuple[int, ...], *, sample: int, epoch: int = 0, start: int = 0
 ) -> np.ndarray:
     """N(0, 1) of a shape in float32: numbers start, start + 1, ... of a stream."""
-    count = int(np.prod(shape))
+    count = prod(shape)
     lead = start % 2  # they are made in pairs
     drawn = lead + count + (lead + count) % 2
     word = words(seed, stream, drawn, sample=sample, epoch=epoch, start=start - lead)

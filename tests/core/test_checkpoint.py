@@ -20,7 +20,7 @@ from conftest import micro_config, micro_run, refusal, require_identical
 from run_files import column, saved_steps, tensors_of
 from safetensors.torch import load_file
 
-from flux_ref import checkpoint, config, config_file, optim
+from flux_ref import checkpoint, config, config_file
 from flux_ref.alive import Alive
 from flux_ref.checkpoint import Checkpoint, Saver, TensorSlice
 from flux_ref.errors import Fault
@@ -100,7 +100,7 @@ def test_every_byte_is_written_once_and_is_on_the_disk_before_the_folder_has_its
     for path in final.glob("*.safetensors"):
         sizes[int(path.name.split("_")[1])] += sum(tensor.nbytes for tensor in load_file(path).values())
     parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
-    assert sum(sizes) == 16 * parameters == optim.bytes_per_parameter(cfg.optim) * parameters
+    assert sum(sizes) == 16 * parameters
     assert writers == 3 or max(sizes) < 1.2 * min(sizes)  # replicas share the work
     writing = measured[writers]["checkpoint"]["writing"]
     events = sorted(event for rank in writing["events"] for event in rank)

@@ -11,10 +11,10 @@ from flux_ref import config_file, errors, shards
 from flux_ref.benchmark.closed import TRAIN_SAMPLES
 from flux_ref.config import EvalConfig
 from flux_ref.errors import Options, Refusal, between
-from flux_ref.optim import bytes_per_parameter
 from flux_ref.precision import policy
 from flux_ref.progress_bar import duration
 from tools.plan import hardware, plan
+from tools.plan.memory import checkpoint_bytes
 from tools.plan.plan import GB, Plan
 from tools.plan.public import PLANNED
 from tools.plan.step_time import Machine
@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
     label = cfg.precision.preset if policy.narrowest(cfg) else cfg.parallel.dtype
     fits = one.total <= one.card
     disk = shards.layout(cfg.model).stride * ((cfg.data.train_count or TRAIN_SAMPLES) + one.val_count)
-    checkpoint = bytes_per_parameter(cfg.optim) * one.layout.parameters
+    checkpoint = checkpoint_bytes(cfg) * one.layout.parameters
 
     lines = [
         f"{cfg.name} on {args.gpus} x {args.gpu}: {label}, micro-batch {one.rows}, "

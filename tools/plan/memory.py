@@ -18,6 +18,11 @@ MASTER = 4  # bytes of a weight, of a moment and of a gradient on shards
 PARTS = ("weights", "moments", "gradients", "gathered weights", "activations", "working set", "buffers")
 
 
+def checkpoint_bytes(cfg: Config) -> int:
+    """Bytes in a checkpoint of a weight with its moments and average, all fp32."""
+    return MASTER * (1 + len(state_kinds(cfg.optim)))
+
+
 @dataclass(frozen=True)
 class Instant:
     """What a rank holds at one instant, by part."""

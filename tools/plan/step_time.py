@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 from flux_ref.config import Config
-from flux_ref.optim import bytes_per_parameter
 from tools.plan.footprint import Footprint, Pass
 from tools.plan.hardware import Assumed, Gpu
+from tools.plan.memory import checkpoint_bytes
 from tools.shared.communication import ITEM_BYTES, Layout, Unit, freed
 
 MICRO = 1e-6
@@ -105,7 +105,7 @@ def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine
 
     # The optimizer reads and writes weights and moments. It reads the gradient, as the norm does; clipping reads and
     # writes it. An average of the weights reads the weight once more.
-    per_weight = 2 * bytes_per_parameter(cfg.optim) + 4 * (5 if cfg.optim.ema else 4)
+    per_weight = 2 * checkpoint_bytes(cfg) + 4 * (5 if cfg.optim.ema else 4)
     optimizer = machine.moving(per_weight * layout.sharded(*units))
     optimizer += 2 * machine.ring(0, machine.gpus, tree=True)  # the gradient norm, a sum over all
 
