@@ -163,11 +163,7 @@ def test_too_few_pictures_are_refused_before_encoders_load(nets, tmp_path, capsy
     source = lay_out(tmp_path / "in", count=16)
     with failing(Encoders, "__init__", 1, AssertionError("the folder is looked at first")):
         for place, share, words in (
-            (
-                tmp_path / "absent",
-                0.0,
-                "absent gives 0 samples of training and 0 of validation, want at least 1 and 0; add",
-            ),
+            (tmp_path / "absent", 0.0, "absent is no folder"),
             (source, 0.0001, "and 0 of validation, want at least 1 and 8"),
         ):
             assert words in refused(command(nets, place, tmp_path / "out", share), capsys)

@@ -165,7 +165,13 @@ def _made_from(args: argparse.Namespace, model: ModelConfig, listed: list[str]) 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--input", type=Path, required=True, metavar="DIR", help="folder of pictures of 64 pixels or more, or of tars")
+    add(
+        "--input",
+        type=job.folder,
+        required=True,
+        metavar="DIR",
+        help="folder of pictures of 64 pixels or more, or of tars",
+    )
     add("--output", type=Path, required=True, metavar="DIR", help="folder to make")
     add(
         "--val-share",

@@ -24,6 +24,13 @@ def config(path: str | None) -> Config:
     return config_file.load(path) if path else Config()
 
 
+def folder(text: str) -> Path:
+    """An option that names a folder. Raises: Refusal if there is none."""
+    if not Path(text).is_dir():
+        raise Refusal(f"{text} is no folder")
+    return Path(text)
+
+
 def require_new(final: Path) -> None:
     """Raises: Refusal."""
     if final.exists():

@@ -100,7 +100,7 @@ def read_rows(counts: dict[Path, int], wanted: range, split: str, layout: Layout
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--input", type=Path, required=True, help="folder of data-*.arrow, beside empty_encodings")
+    add("--input", type=job.folder, required=True, help="folder of data-*.arrow, beside empty_encodings")
     add("--output", type=Path, required=True, help="folder in which to make SPLIT and empty_encodings")
     add("--split", choices=("train", "val"), required=True)
     add("--config", metavar="FILE", help="expect the sizes of this config's model (FLUX.1-schnell's)")

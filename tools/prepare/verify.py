@@ -114,7 +114,7 @@ def unequal_turns(folder: Path, seen: list[tuple[Meta, str]]) -> Iterator[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("dir", type=Path, metavar="DIR", help="folder of *.tar shards, or of train/, val/ and empty_encodings/")
+    add("dir", type=job.folder, metavar="DIR", help="folder of *.tar shards, or of train/, val/ and empty_encodings/")
     add("--config", metavar="FILE", help="expect this config's sizes and numbers of samples (FLUX.1-schnell's)")
     add("--fast", action="store_true", help="read only names, sizes and the first and last sample of each shard")
 
@@ -122,8 +122,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal; OSError; KeyboardInterrupt."""
     began = time.monotonic()
-    if not args.dir.is_dir():
-        raise Refusal(f"{args.dir} is no folder")
     cfg = job.config(args.config)
     layout = shards.layout(cfg.model)
     wanted = {"train": cfg.data.train_count, "val": cfg.data.val_count}
