@@ -41,7 +41,9 @@ def test_plans_are_near_the_public_steps(monkeypatch, capsys, tmp_path):
         assert sum(errors) / len(errors) <= MEAN and max(errors) <= WORST
     assert held >= HELD * len(usual)
     fitted = {plan_check.kind_of(one): one.rates[1].gemm_share for one in public.known() if one.fitted}
-    assert plan_check.fit() == pytest.approx(fitted, abs=0.011)
+    found = plan_check.fit()
+    assert found == pytest.approx(fitted, abs=0.011)
+    monkeypatch.setattr(plan_check, "fit", lambda: found)  # it takes most of the time
     monkeypatch.setattr(plan_check, "RESULT", tmp_path / "plan_check.md")
     assert plan_check.main(["--write"]) == 0
     shown = capsys.readouterr().out

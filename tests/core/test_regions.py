@@ -81,9 +81,10 @@ def test_levers_reach_fsdp():
 @pytest.mark.parametrize(
     "values",
     [
-        pytest.param({"parallel__region_blocks": 2}, marks=pytest.mark.slow),
         pytest.param({"parallel__activation_budget": 0.5}, marks=pytest.mark.slow),
-        pytest.param({"parallel__activation_budget": 0.0}, marks=pytest.mark.nightly),  # takes minutes
+        # These take minutes.
+        pytest.param({"parallel__region_blocks": 2}, marks=pytest.mark.nightly),
+        pytest.param({"parallel__activation_budget": 0.0}, marks=pytest.mark.nightly),
     ],
 )
 def test_compiled_equals_eager_with_four_graphs(world, values):

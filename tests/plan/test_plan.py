@@ -150,13 +150,13 @@ def test_memory_of_a_step_without_peers():
     assert planned == pytest.approx(real, rel=0.03)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_of_more_steps_without_peers():
     compared = {name: step_without_peers(name) for name in CASES}
     assert {name: pair for name, pair in compared.items() if pair[0] != pytest.approx(pair[1], rel=0.03)} == {}
 
 
-REAL = {"eager, 2 ranks, kept, bf16 reduced", "eager, 2 ranks, averaged"}  # the others are nightly
+REAL = {"eager, 2 ranks, kept, bf16 reduced"}  # the others are nightly
 MARKED = [pytest.param(n, marks=pytest.mark.slow if n in REAL else pytest.mark.nightly) for n in step_memory.CASES]
 
 
