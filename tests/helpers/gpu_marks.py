@@ -29,7 +29,9 @@ def pytest_configure(config) -> None:
 
 def pytest_sessionfinish(session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if session.config.getoption("stand_in") and reporter and reporter.stats.get("skipped"):
+    skipped = reporter.stats.get("skipped", []) if reporter else []
+    # Files of tests that need an optional package are skipped as a whole; they hold no test of a device.
+    if session.config.getoption("stand_in") and any(isinstance(one, pytest.TestReport) for one in skipped):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
