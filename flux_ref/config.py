@@ -203,9 +203,7 @@ class ParallelConfig:
         "bf16", "dtype of weights and activations in compute; master weights are always fp32", choices=("bf16", "fp32")
     )
     reduce_dtype: str = key("fp32", "dtype of the gradient reduction", choices=("bf16", "fp32"))
-    kept_regions: int = free(
-        0, "number of last regions whose weights stay gathered between forward and backward; -1: all", least=-1
-    )
+    kept_regions: int = free(0, "number of last regions whose weights stay gathered through a step; -1: all", least=-1)
     compile: bool = free(False, "torch.compile of each region")
     activation_budget: float = free(1.0, "with compile: share of the activations that are kept for backward", most=1)
     recompute: str = free(

@@ -56,6 +56,7 @@ class ShardedFlux(Flux, FSDPModule):
 
     names: list[str]  # Black Forest Labs' names of the parameters, in the net's order
     arithmetic: Arithmetic
+    kept: list[FSDPModule]  # units whose weights stay gathered through a step, the root among them
 
 
 def recomputed(function, *args):
@@ -100,7 +101,8 @@ def shard(plain: Flux, cfg: Config, world: World, arithmetic: Arithmetic) -> Sha
     The order matters: names are noted before blocks are grouped. Regions are marked to be compiled before FSDP2 wraps
     them, so that its hooks stay outside of compiled code. Units are sharded before the net, which takes what is left.
 
-    The ranks of a replica gather weights and reduce the gradients of each micro-batch.
+    The ranks of a replica gather weights and reduce the gradients of each micro-batch. Kept weights are gathered once
+    per step: weights change only at its end (step.train_step).
     Replicas average their gradient shards once per step, with the last micro-batch (step.train_step).
     numerics: master weights stay fp32. Units are gathered in parallel.dtype; gradients are reduced in
     parallel.reduce_dtype.
@@ -117,13 +119,14 @@ def shard(plain: Flux, cfg: Config, world: World, arithmetic: Arithmetic) -> Sha
         reduce_dtype=DTYPES[parallel.reduce_dtype],
         cast_forward_inputs=False,  # numerics: True would round t and RoPE to parallel.dtype
     )
-    kept = len(units) if parallel.kept_regions < 0 else parallel.kept_regions
+    kept = len(units) if parallel.kept_regions < 0 else min(parallel.kept_regions, len(units))
     for i, unit in enumerate(units):
         is_freed = i < len(units) - kept
         fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=is_freed)
     net = cast(ShardedFlux, fully_shard(plain, mesh=world.mesh, mp_policy=mixed_precision))
     net.names = names
     net.arithmetic = arithmetic
+    net.kept = [*units[len(units) - kept :], net]
     # torch 2.14 and later warn that operations in place on a unit's result would be lost. The objective has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if REDUCTIONS > 1:

@@ -61,6 +61,8 @@ def train_step(net: ShardedFlux, opt: ShardedAdamW, batch: Batch, health: Health
         # The last backward also ends in an all-reduce over the replicas.
         net.set_requires_all_reduce(is_last)
         net.set_is_last_backward(is_last)  # FSDP2 then finishes what it has queued
+        for unit in net.kept:
+            unit.set_reshard_after_backward(is_last, recurse=False)
         part_loss = flow.losses(net, part, DTYPES[cfg.parallel.dtype]).sum() / rows
         part_loss.backward()
         loss += part_loss.detach()

@@ -81,12 +81,26 @@ def test_initial_weights_are_bit_identical_at_every_world_size_and_each_rank_kee
 def test_training_equals_one_plain_process(measured, plain, size):
     """Also with gradient accumulation, in larger regions, and with weights that stay gathered."""
     assert min(plain["norms"]) < rank_runs.CLIP < max(plain["norms"]), "clipping is tested on both sides"
-    for name in rank_runs.SPLITS if size == 3 else ("base", "accumulated"):
+    for name in rank_runs.SPLITS if size == 3 else list(rank_runs.SPLITS)[:4]:
         found = measured[size][name]
         require_same_run(found, plain)
         assert found["names"] == list(found["whole"]) == list(plain["whole"])
         for key, tensor in plain["whole"].items():
             torch.testing.assert_close(found["whole"][key], tensor, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_kept_weights_are_gathered_once_a_step_and_change_no_bit(measured, size):
+    """Whatever is freed is gathered for every forward and every backward."""
+    cfg = micro_config()
+    regions = cfg.model.double_blocks + cfg.model.single_blocks
+    micros = cfg.train.global_batch // size
+    want = measured[size]["accumulated"]
+    for name, kept in (("accumulated", 0), ("accumulated, kept gathered", regions), ("accumulated, some kept", 2)):
+        found = measured[size][name]
+        assert found["gathers"] == [1 + kept + 2 * micros * (regions - kept)] * rank_runs.STEPS, name
+        assert found["losses"] == want["losses"] and found["norms"] == want["norms"], name
+        require_identical(found["whole"], want["whole"])
 
 
 def test_ranks_without_a_row_of_some_parameters_train_the_same(measured, shapes_dir):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from conftest import micro_config, open_sets, script
 from lively_nets import lively_net, of_all, whole
 from safetensors.torch import save_file
+from torch.distributed.tensor.debug import CommDebugMode
 
 from flux_ref import checkpoint, config_file, errors, ranks, schedule, sharding, weights
 from flux_ref.benchmark.mllog import BenchmarkLog
@@ -38,6 +39,8 @@ BF16 = {"parallel__dtype": "bf16"}
 SPLITS = {  # ways to run the same steps
     "base": {},
     "accumulated": {"train__micro_batch": 1},
+    "accumulated, kept gathered": {"train__micro_batch": 1, "parallel__kept_regions": -1},
+    "accumulated, some kept": {"train__micro_batch": 1, "parallel__kept_regions": 2},
     "regions of 2, kept gathered": {"parallel__region_blocks": 2, "parallel__kept_regions": -1},
 }
 VAL_SAMPLES = 36  # the clock at which validation is measured
@@ -98,10 +101,13 @@ def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
         steps.warm_up()
     feed, health = train_set.feed(0), Health(world.device)
     losses, norms = [], []
+    gathers = []  # of each step
     for _ in range(STEPS):
         copy_next(feed, batch)
         state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
-        loss, norm = train_step(state.net, state.opt, batch, health, cfg)
+        with CommDebugMode() as calls:
+            loss, norm = train_step(state.net, state.opt, batch, health, cfg)
+        gathers.append(sum(count for call, count in calls.get_comm_counts().items() if "gather" in str(call)))
         state.advance(cfg.train.global_batch)
         losses.append(sum(ranks.gather(loss.double())) / world.size)
         norms.append(ranks.gather(norm.double()))
@@ -111,6 +117,7 @@ def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
     return {
         "losses": losses,
         "norms": norms,
+        "gathers": gathers,
         "whole": whole(net),
         "names": list(sharding.named_parameters(net)),
         "flags": [float(health.step), *health.first_bad.tolist()],
@@ -185,7 +192,7 @@ def main(data: str, out: str) -> int:
 
     found = {"mesh": world.mesh.mesh.tolist(), "dimensions": world.mesh.mesh_dim_names}
     found["initial"] = initial(cfg, world)
-    for name in SPLITS if world.size == 3 else ("base", "accumulated"):
+    for name in SPLITS if world.size == 3 else list(SPLITS)[:4]:
         found[name] = training(config_file.replace(cfg, **SPLITS[name]), world)
     if world.size == 3:
         found["bf16"] = training(config_file.replace(cfg, **BF16), world)

@@ -71,12 +71,13 @@ def training(
         unit = regions[i]
         need = footprints[unit.kind]
         held = gradients(cfg, layout, done, accumulates) + item * root.whole
-        whole = gathered(root, *regions[first_kept:i])
+        # Kept weights are freed in the last micro-batch only; the one before it needs more.
+        whole = gathered(root, *regions[first_kept : None if accumulates else i])
         if 0 < i <= first_kept and layout.shards > 1:
             whole += regions[i - 1].gathered  # the buffer of the gather that runs ahead
         backward = {
             "gradients": held + reducing(reduced, done + queue),
-            "gathered weights": whole + unit.gathered,
+            "gathered weights": whole + unit.gathered * (i < first_kept or not accumulates),
             "activations": saved,
             "working set": need.backward.most + stream,
         }

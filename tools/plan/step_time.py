@@ -71,8 +71,9 @@ class Machine:
 def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int) -> Times:
     """One optimizer step with micro-batches of so many rows.
 
-    Forward waits for two gathers, of the root and the first region. Behind backward the gradients of these two are
-    still reduced. The last micro-batch also sums each unit over the replicas, one after another.
+    Forward waits for two gathers, of the root and the first region. Micro-batches after the first gather again only
+    what is freed. Behind backward the gradients of the root and the first region are still reduced. The last
+    micro-batch also sums each unit over the replicas, one after another.
     """
     units = layout.units
     first = units[0]
@@ -90,12 +91,13 @@ def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine
         sizes = (reduced * layout.sharded(unit) for unit in units)
         return 2 * sum(machine.ring(size, layout.replicas, layout.shards, tree=True) for size in sizes)
 
-    again = units[: freed(cfg.parallel, len(units) - 1)]  # gathered a second time, for backward
+    again = units[: freed(cfg.parallel, len(units) - 1)]  # gathered a second time, for backward, and so on
     forward_of = {kind: machine.seconds(one.forward) for kind, one in footprints.items()}
     backward_of = {kind: machine.seconds(one.backward) for kind, one in footprints.items()}
     evaluated = sum(forward_of[unit.kind] for unit in units)
     # FSDP2 copies gathered weights to where layers find them, and gradients to where they are reduced.
-    forward = evaluated + sum(machine.moving(2 * unit.gathered) for unit in units)
+    first_forward = evaluated + sum(machine.moving(2 * unit.gathered) for unit in units)
+    later_forward = evaluated + sum(machine.moving(2 * unit.gathered) for unit in again)
 
     backwards = []
     for i, unit in enumerate(units):
@@ -110,7 +112,8 @@ def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine
     optimizer += 2 * machine.ring(0, machine.gpus, tree=True)  # the gradient norm, a sum over all
 
     micros = ceil(cfg.train.global_batch / (machine.gpus * rows))
-    one_forward = max(gather(root, first) + forward, gather(*units))
+    forwards = max(gather(root, first) + first_forward, gather(*units))
+    forwards += (micros - 1) * max(gather(*again[:1]) + later_forward, gather(*again))
     one_backward = max(backward + scatter(first, root), gather(*again) + scatter(*units))
     summed = 0.0
     done = backwards[-1]
@@ -119,10 +122,10 @@ def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine
         summed = max(summed, done + scatter(unit)) + sum_replicas(unit)
     last_backward = max(one_backward, summed + sum_replicas(root), backward + scatter(first, root) + sum_replicas(root))
     return Times(
-        step=micros * one_forward + (micros - 1) * one_backward + last_backward + optimizer,
-        compute=micros * (forward + backward) + optimizer,
+        step=forwards + (micros - 1) * one_backward + last_backward + optimizer,
+        compute=first_forward + (micros - 1) * later_forward + micros * backward + optimizer,
         optimizer=optimizer,
-        all_gather=micros * gather(*units, *again),
+        all_gather=gather(*units, *again) + (micros - 1) * 2 * gather(*again),
         reduce_scatter=micros * scatter(*units),
         all_reduce=sum_replicas(*units),
         validation=max(evaluated * cfg.eval.batch / rows, gather(*again)),
