@@ -64,6 +64,9 @@ def start(cfg: ParallelConfig, few_threads: bool = True) -> World:
     if missing and not is_alone:
         raise Refusal(f"RANK is set but {', '.join(missing)} is not; start with torchrun, which sets them")
     rank, size, local_rank = (0, 1, 0) if is_alone else (int(os.environ[name]) for name in TORCHRUN[:3])
+    if torch.version.hip:  # before HIP starts
+        os.environ.setdefault("GPU_MAX_HW_QUEUES", "2")  # more queues than computing and communication need slow both
+        os.environ.setdefault("HSA_NO_SCRATCH_RECLAIM", "1")  # some versions of RCCL refuse to start without it
     device = _device(local_rank)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError):  # macOS has limits of its own

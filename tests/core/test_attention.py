@@ -6,7 +6,7 @@ from conftest import MICRO
 from flux_ref import config, config_file, sharding
 from flux_ref.attention import KERNELS, allow_attention, attention_kernel
 
-BASE = {"hip": None, "capability": (9, 0), "cudnn": 91600, "deterministic": False}
+BASE = {"hip": None, "cuda": "13.0", "capability": (9, 0), "cudnn": 91600, "deterministic": False}
 
 
 def test_the_kernel_suits_device_dtype_and_sizes(monkeypatch):
@@ -15,8 +15,10 @@ def test_the_kernel_suits_device_dtype_and_sizes(monkeypatch):
         ("cudnn", {}, {}),
         ("cudnn", {"capability": (10, 0), "cudnn": 91501}, {}),
         ("flash", {"cudnn": 91500}, {}),
+        ("cudnn", {"cuda": "12.9"}, {}),
+        ("flash", {"cuda": "12.8"}, {}),
         ("flash", {"capability": (8, 0)}, {}),
-        ("flash", {"hip": "7.0", "capability": (9, 4), "cudnn": None}, {}),
+        ("flash", {"hip": "7.0", "cuda": None, "capability": (9, 4), "cudnn": None}, {}),
         ("math", {}, {"parallel__dtype": "fp32"}),
         ("cudnn", {}, {"model__text_tokens": 512}),
         ("flash", {"deterministic": True}, {}),
@@ -26,6 +28,7 @@ def test_the_kernel_suits_device_dtype_and_sizes(monkeypatch):
     ):
         kind = BASE | seen
         monkeypatch.setattr(torch.version, "hip", kind["hip"])
+        monkeypatch.setattr(torch.version, "cuda", kind["cuda"])
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, kind=kind: kind["capability"])
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda kind=kind: kind["cudnn"])
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda kind=kind: kind["deterministic"])

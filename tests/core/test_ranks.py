@@ -74,6 +74,17 @@ def test_a_rank_has_few_threads_and_torchs_first_program_for_nccl_unless_the_use
     assert taken == [ranks.MOST_THREADS]
 
 
+def test_a_rank_on_amd_has_two_queues_and_keeps_its_scratch_unless_the_user_asks(monkeypatch):
+    names = ("GPU_MAX_HW_QUEUES", "HSA_NO_SCRATCH_RECLAIM")
+    for hip, given, want in ((None, None, None), ("7.2", None, "21"), ("7.2", "4", "44")):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        for name in names:
+            monkeypatch.setenv(name, given) if given else monkeypatch.delenv(name, raising=False)
+        ranks.start(ParallelConfig())
+        ranks.stop()
+        assert [os.environ.get(name) for name in names] == list(want or (None, None)), (hip, given)
+
+
 def test_a_rank_may_open_as_many_files_as_the_system_allows(monkeypatch):
     """Two groups of Gloo at 512 ranks open more than 1024."""
     found = []

@@ -68,7 +68,7 @@ GB that a rank sends in rings per optimizer step of one micro-batch. It receives
 
 | collective | when | bytes |
 | --- | --- | --- |
-| all-gather | each forward and backward of a region, once a step outside of regions | g * (2 m (W - E) + E) * (n - 1) / n |
+| all-gather | each forward and backward of a region, once a step outside of them | g * (2 m (W - E) + E) (n - 1) / n |
 | the same with parallel.kept_regions=-1 | forward of the first micro-batch | g * W * (n - 1) / n |
 | reduce-scatter | backward of each region, each micro-batch | m * s * W * (n - 1) / n |
 | all-reduce of a shard's copies (HSDP) | backward of the last micro-batch | 2 * s * W / n * (r - 1) / r |
