@@ -68,6 +68,16 @@ class Machine:
         return moved * (ranks - 1) / ranks / (share * speed) + hops * self.assumed.hop_us * MICRO
 
 
+def update(cfg: Config, layout: Layout, machine: Machine) -> float:
+    """Seconds of the optimizer, and of the sum of the gradient norm over all ranks.
+
+    The optimizer reads and writes weights and moments. It reads the gradient, as the norm does; clipping reads and
+    writes it. An average of the weights reads the weight once more.
+    """
+    per_weight = 2 * checkpoint_bytes(cfg) + 4 * (5 if cfg.optim.ema else 4)
+    return machine.moving(per_weight * layout.sharded(*layout.units)) + 2 * machine.ring(0, machine.gpus, tree=True)
+
+
 def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int) -> Times:
     """One optimizer step with micro-batches of so many rows.
 
@@ -105,12 +115,7 @@ def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine
         backwards.append(backward_of[unit.kind] + machine.moving(copied))
     backward = sum(backwards)
 
-    # The optimizer reads and writes weights and moments. It reads the gradient, as the norm does; clipping reads and
-    # writes it. An average of the weights reads the weight once more.
-    per_weight = 2 * checkpoint_bytes(cfg) + 4 * (5 if cfg.optim.ema else 4)
-    optimizer = machine.moving(per_weight * layout.sharded(*units))
-    optimizer += 2 * machine.ring(0, machine.gpus, tree=True)  # the gradient norm, a sum over all
-
+    optimizer = update(cfg, layout, machine)
     micros = ceil(cfg.train.global_batch / (machine.gpus * rows))
     forwards = max(gather(root, first) + first_forward, gather(*units))
     forwards += (micros - 1) * max(gather(*again[:1]) + later_forward, gather(*again))
