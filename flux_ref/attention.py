@@ -6,10 +6,8 @@ from flux_ref.config import Config
 
 KERNELS = ("cudnn", "flash", "efficient", "math")
 FAST_CUDNN = 91501  # cuDNN 9.15.1
-SOUND_CUDA = (
-    12,
-    9,
-)  # before it cuDNN's backward accessed illegal memory: github.com/pytorch/pytorch pull request 171627
+# Before this version cuDNN's backward accessed illegal memory: github.com/pytorch/pytorch, pull request 171627.
+SOUND_CUDA = (12, 9)
 
 
 def attention_kernel(cfg: Config, device: torch.device) -> str:

@@ -157,11 +157,10 @@ class SampleSet:
             raise self._bad(str(error)) from None
 
     def _bad(self, reason: str) -> Fault:
-        return Fault(
-            f"bad {self.split} sample: {reason}; remove {self.shards.paths[0].parent.parent} and make the set again by"
-            " the command that made it",
-            alone=True,
-        )
+        remedy = "remove the data set and give the command of tools.prepare again that made it"
+        if self.cfg.data.kind == "shapes":
+            remedy = f"remove {self.shards.paths[0].parent.parent} and start again"
+        return Fault(f"bad {self.split} sample: {reason}; {remedy}, which writes as many samples anew", alone=True)
 
 
 class TrainSet(SampleSet):

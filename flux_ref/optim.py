@@ -88,7 +88,7 @@ class ShardedAdamW:
         return norm
 
     def states(self) -> dict[str, list[Tensor]]:
-        """The moments by kind, in the order of the shards and of their shapes. A checkpoint holds them."""
+        """What is kept for each parameter, by kind, in the order and shapes of the shards. A checkpoint holds it."""
         return {kind: [self.adamw.state[shard][kind] for shard in self.shards] for kind in self.kinds}
 
     def set_steps(self, steps: int) -> None:

@@ -1,7 +1,7 @@
 """One linear's three products in FP8: formats, scales, casts and layouts.
 
 The products are the output, the gradient of the input and the gradient of the weight. Inputs and weights are e4m3,
-gradients are e5m2. Each tensor has one scale, dynamic here; stages.py has the history of delayed scales. Sums are fp32,
+gradients are e5m2. Each tensor has one scale, from its own magnitude or remembered by stages.py. Sums are fp32,
 results are bf16.
 
 port: a scale is the largest FP8 value / largest magnitude. A cast multiplies by the scale; a product divides by it.
