@@ -111,7 +111,7 @@ def main(argv: list[str]) -> int:
         log.write_to(config.run_dir(cfg) / folder.LOG if world.rank == 0 else Path(os.devnull))
         if renamed_run:
             report.say(f"  {renamed_run}")
-        report.write_environment()
+        report.write_environment(runner.graph_bytes)
         if saved:
             report.resume(state.step, state.samples)
             log.disqualify(f"{RESUMED} {state.step}")

@@ -70,7 +70,7 @@ class Recorder:
     def capture(self, work: Callable[[], object]) -> Any:
         """The work as a graph with `replay` and `reset`. The device executes nothing of it.
 
-        Raises: Fault, torch.OutOfMemoryError.
+        Raises: Fault; torch's error, if memory is short.
         """
         graph = torch.cuda.CUDAGraph()
         try:
@@ -79,7 +79,7 @@ class Recorder:
                 work()
         except RuntimeError as error:
             root = error.__context__ or error  # the end of the capture fails too, with a vaguer message
-            if isinstance(root, torch.OutOfMemoryError):
+            if "out of memory" in str(root):  # of the allocator, or of the driver, which keeps the graph's nodes
                 raise root from None
             reason = str(root).partition("\n")[0]
             raise Fault(f"a step cannot be captured: {reason}; set graph.enabled=off", alone=True) from error
@@ -126,6 +126,7 @@ class CapturedRunner(StepRunner):
         with changed(self):
             want = measured(self)
             again = measured(self)
+        outside = bytes_outside()
         # The training graphs are larger. Captured first, they leave freed memory for the validation graphs.
         graphs = {}
         for kind, work in (("train", super().train), ("validate", super().validate)):
@@ -137,6 +138,7 @@ class CapturedRunner(StepRunner):
         self.sharded()  # after a capture, FSDP2 takes the weights for gathered
         with changed(self):
             found = measured(self)
+        self.graph_bytes = bytes_outside() - outside
         with ranks.agreed():
             if not torch.equal(bit_sums(self.state), weights):
                 raise Fault("a step at learning rate 0 has changed weights; set graph.enabled=off")
@@ -168,6 +170,12 @@ class CapturedRunner(StepRunner):
             graph.reset()
         self.graphs.clear()
         ranks.barrier()
+
+
+def bytes_outside() -> int:
+    """Device memory outside of torch's allocator: contexts, libraries, communicators and the nodes of graphs."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.accelerator.memory_reserved()
 
 
 # The proof: a graph that had kept weights, gradients or a batch of its capture would not see what changes after it.

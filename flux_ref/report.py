@@ -82,10 +82,13 @@ class Reporter:
         )
         self.say("\n".join(lines))
 
-    def write_environment(self) -> None:
-        """Write environment.json into the folder, which is there now."""
+    def write_environment(self, graph_bytes: int) -> None:
+        """Write environment.json into the folder, which is there now. graph_bytes: as a StepRunner has it."""
+        record = environment(self.world) | {"graph_bytes": graph_bytes}
         if self.speaks:
-            write_whole(self.folder / folder.ENVIRONMENT, json.dumps(environment(self.world), indent=2) + "\n")
+            write_whole(self.folder / folder.ENVIRONMENT, json.dumps(record, indent=2) + "\n")
+        if graph_bytes:
+            self.say(f"  graphs  take {graph_bytes / 1e9:.2f} GB outside torch's allocator")
 
     def resume(self, step: int, samples: int) -> None:
         """Read the records of the run up to its checkpoint, and cut off later ones. Collective. Raises: Refusal.
@@ -152,7 +155,7 @@ class Reporter:
 
         sync: the host waits for the device.
         """
-        require_finite(ranks.gather(health.first_bad))
+        require_finite(ranks.gather(health.first_bad), attention_kernel(self.cfg, self.world.device))
 
     def evaluation(self, samples: int, result: Validation, seconds: float) -> None:
         """Record and print the result of an evaluation that took so many seconds."""
@@ -211,14 +214,18 @@ class Reporter:
                 self.board.close()
 
 
-def require_finite(first_bad: list[tuple[float, float]]) -> None:
-    """Raises: Fault that says what went first. first_bad: of each rank, the values of Health.first_bad."""
+def require_finite(first_bad: list[tuple[float, float]], kernel: str) -> None:
+    """Raises: Fault that says what went first.
+
+    first_bad: of each rank, the values of Health.first_bad. kernel: that of attention.
+    """
     found = [
         (step, kind, rank) for rank, steps in enumerate(first_bad) for kind, step in enumerate(steps) if step != NEVER
     ]
     if found:
         step, kind, rank = min(found)  # in one step, the loss of one rank spoils the norm of all
         what = ("loss", "gradient norm")[kind]
-        raise Fault(
-            f"{what} is not finite in step {step + 1:.0f}, first on rank {rank}; lower optim.lr or inspect its data"
-        )
+        remedy = "lower optim.lr or inspect its data"
+        if what == "gradient norm" and kernel == "cudnn":  # whose backward has been wrong before
+            remedy += ", or try --parallel.attention=flash"
+        raise Fault(f"{what} is not finite in step {step + 1:.0f}, first on rank {rank}; {remedy}")

@@ -76,6 +76,7 @@ class StepRunner(Validator):
         self.grad_norm = torch.zeros((), device=world.device)
         self.warm_s = 0.0  # seconds of a training step and a validation batch, once warmed up
         self.data_wait_s = 0.0  # seconds that the device has waited for training data
+        self.graph_bytes = 0  # of device memory that captured steps take outside of torch's allocator
 
     def train_on(self, feed: Iterator[HostBatch]) -> tuple[Tensor, Tensor]:
         """The next batch, then `step` on it. Returns what `train` returns."""

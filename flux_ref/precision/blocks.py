@@ -136,7 +136,6 @@ def held(side: Side | None, x_RS: Tensor, chance_RS: Tensor | None = None) -> tu
     return values.bfloat16(), whole
 
 
-@torch.library.custom_op("flux_ref::chances", mutates_args=())
 def chances(place: Tensor, like: Tensor) -> Tensor:
     """Numbers in [0, 1) on a grid of 2**-16, fp32, of the shape of `like`. No host reads the place.
 
@@ -148,12 +147,8 @@ def chances(place: Tensor, like: Tensor) -> Tensor:
     seed, step, number, first = place.unbind()
     block = torch.arange(-(-like.numel() // 16), device=like.device) + first // 16 + 1
     words = philox([block, number, step, torch.zeros_like(seed)], [seed, torch.full_like(seed, rng.ROUNDING)])
-    numbers = torch.stack(words, dim=1).flatten().view(torch.int16).int() & 0xFFFF
-    return (numbers.float() * GRID)[: like.numel()].view(like.shape)
-
-
-# Compilers see one operation: the rounds of every side of every linear would take them minutes.
-chances.register_fake(lambda place, like: torch.empty(like.shape, dtype=torch.float32, device=like.device))
+    numbers = torch.stack(words, dim=1)[..., None] >> torch.arange(0, 64, 16, device=like.device) & 0xFFFF
+    return (numbers.float() * GRID).flatten()[: like.numel()].view(like.shape)
 
 
 def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from precision_ranks import fp8_config
 from run_files import contents, require_equal_runs
 from stand_in import Log, Recorder
 
-from flux_ref import graphs, ranks, sharding, step_runner
+from flux_ref import errors, graphs, ranks, sharding, step_runner
 from flux_ref.config import Config
 from flux_ref.errors import Fault
 from flux_ref.graphs import CAPTURED, CapturedRunner, mode
@@ -138,6 +138,9 @@ def test_the_recorder_works_on_a_stream_of_its_own_and_tells_why_a_capture_faile
         recorder.capture(partial(work, RuntimeError("no.item() here\nand a stack of C++")))
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory$"):  # train.py names the remedy
         recorder.capture(partial(work, torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(RuntimeError, match=r"^CUDA error: out of memory$") as short:
+        recorder.capture(partial(work, RuntimeError("CUDA error: out of memory")))
+    assert "lower train.micro_batch" in str(errors.in_words(short.value))
 
 
 # The proof on the device

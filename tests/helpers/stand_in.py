@@ -4,7 +4,7 @@
              Compiled work it does not run. A replay runs the work anew, under the limits of a graph. LOG tells
              what happened.
     waits    While torch.cuda.set_sync_debug_mode says "error", an operation whose result the host reads raises.
-    memory   Each graph counts as one byte. The device has ROOM bytes more.
+    memory   Each graph takes one byte in torch's pool and one outside of it. The device has ROOM bytes more.
     devices  There are two. Their ranks are processes on the CPU.
 
 Not seen are kernels, memory in bytes, times, and the order between streams.
@@ -160,7 +160,7 @@ def install(replace: Callable[[object, str, object], object] = setattr) -> None:
         (accelerator, "memory_allocated", lambda: len(LIVE)),
         (accelerator, "max_memory_reserved", lambda: len(LIVE)),
         (accelerator, "reset_peak_memory_stats", lambda: None),
-        (cuda, "mem_get_info", lambda *_: (ROOM, ROOM + len(LIVE))),
+        (cuda, "mem_get_info", lambda *_: (ROOM, ROOM + 2 * len(LIVE))),
         (cuda, "Stream", lambda *_: stream),
         (cuda, "set_stream", lambda stream: None),
         (cuda, "stream", lambda stream: contextlib.nullcontext()),

@@ -19,7 +19,7 @@ from tools.plan import footprint, memory
 SMALL = (
     "--model.hidden=512 --model.heads=4 --model.rope_axes=[16,56,56] --model.double_blocks=3 --model.single_blocks=6"
     " --model.text_tokens=64 --model.latent_height=16 --model.latent_width=16 --train.synthetic_steps=1 --eval.batch=4"
-    " --parallel.compile=false --parallel.activation_budget=1.0"
+    " --parallel.compile=false --parallel.activation_budget=1.0 --parallel.dtype=fp32"  # a CPU may be slow in bf16
 )
 KEPT, RESHARDED = "--parallel.kept_regions=-1", "--parallel.kept_regions=0"
 COMPILED, BUDGET = "--parallel.compile=true", "--parallel.activation_budget"

@@ -21,14 +21,16 @@ from flux_ref.step import NEVER
 
 def test_what_went_first_is_blamed():
     """By (first bad loss, first bad norm) of each rank."""
-    require_finite([(NEVER, NEVER), (NEVER, NEVER)])
+    require_finite([(NEVER, NEVER), (NEVER, NEVER)], "cudnn")
     for flags, words in (
         ([(5, 4), (5, 4)], "gradient norm is not finite in step 5"),  # losses follow
         ([(5, 4), (4, 4)], "loss is not finite in step 5, first on rank 1;"),
         ([(2, 3), (3, 3)], "loss is not finite in step 3, first on rank 0;"),
         ([(NEVER, NEVER), (2, NEVER)], "in step 3, first on rank 1;"),
     ):
-        assert words in refusal(require_finite, flags, kind=Fault)
+        assert words in refusal(require_finite, flags, "flash", kind=Fault)
+    for flags, kernel, names_it in (((2, 2), "cudnn", False), ((2, 1), "cudnn", True), ((2, 1), "flash", False)):
+        assert ("--parallel.attention=flash" in refusal(require_finite, [flags], kernel, kind=Fault)) == names_it
 
 
 def test_what_a_picture_raises_becomes_one_line_and_no_more_is_forgiven(micro, capsys):

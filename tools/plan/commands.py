@@ -1,6 +1,10 @@
 """What a run would take, before it is run: memory, time, communication, disk and cost. Needs no GPU.
 
-    python -m tools.plan CONFIG --gpus 512 --gpu mi300x [--price-per-gpu-hour 2.5] [--section.key=value ...]
+    python -m tools.plan CONFIG --gpus 512 --gpu mi300x [--price-per-gpu-hour 2.5] [--layouts]
+        [--section.key=value ...]
+
+--layouts searches train.micro_batch, parallel.activation_budget and parallel.kept_regions for the fastest steps that
+fit the card. Where the config itself does not fit, the search runs by itself.
 
 Exit codes: 0 done, 1 the config does not fit the card, 2 refused.
 """
@@ -22,6 +26,7 @@ from tools.shared import flops
 
 MOST_GPUS = 16_384
 COLUMNS = 80
+SHOWN = 3  # layouts
 
 
 def run(argv: list[str]) -> int:
@@ -32,6 +37,7 @@ def run(argv: list[str]) -> int:
     add("--gpus", type=between(1, MOST_GPUS), required=True, metavar="N")
     add("--gpu", required=True, metavar="NAME", help="a card of tools/plan/hardware.toml")
     add("--price-per-gpu-hour", type=between(0, 1e9, float), default=0.0, metavar="PRICE")
+    add("--layouts", action="store_true")
     args, overrides = parser.parse_known_args(argv)
     cfg = config_file.load(args.config, overrides)
     precision = PLANNED.get(cfg.precision.preset)
@@ -40,7 +46,8 @@ def run(argv: list[str]) -> int:
         raise Refusal(f"a plan knows the rates of {known}; set precision.preset so, without precision.rules and switch")
 
     gpu, assumed = hardware.load(args.gpu, precision)
-    one = plan.make(cfg, Machine(gpu, assumed, args.gpus))
+    machine = Machine(gpu, assumed, args.gpus)
+    one = plan.make(cfg, machine)
     label = cfg.precision.preset if policy.narrowest(cfg) else cfg.parallel.dtype
     fits = one.total <= one.card
     disk = shards.layout(cfg.model).stride * ((cfg.data.train_count or TRAIN_SAMPLES) + one.val_count)
@@ -53,6 +60,7 @@ def run(argv: list[str]) -> int:
         *(time(one, args.price_per_gpu_hour) if fits else ["no times: this config does not fit the card"]),
         f"data {disk / 1e12:.2f} TB; checkpoint {checkpoint / GB:.0f} GB",
         *(f"WARNING {warning}" for warning in plan.warnings(one)),
+        *(layouts(plan.fastest(cfg, machine)) if args.layouts or not fits else []),
     ]
     for line in lines:
         print(textwrap.fill(line, COLUMNS, subsequent_indent="    ", replace_whitespace=False))
@@ -65,8 +73,22 @@ def memory(one: Plan) -> list[str]:
     return [
         f"memory of a rank, at its fullest instant: {one.instant.name}",
         *parts,
+        f"  {'graphs':<20}{one.graphs / GB:8.2f} GB",
         f"  on the card         {one.total / GB:8.2f} GB  of {one.card / GB:g} GB, with margin and context",
-        f"  largest micro-batch that fits and divides a rank's samples: {one.largest_rows}",
+    ]
+
+
+def layouts(found: list[Plan]) -> list[str]:
+    """A table of the first of some plans."""
+    rows = [
+        f"{one.rows:13}{one.cfg.parallel.activation_budget:19}{one.cfg.parallel.kept_regions:14}"
+        f"{one.total / GB:9.1f}{one.times.step:14.3g}"
+        for one in found[:SHOWN]
+    ]
+    return [
+        f"{len(found)} layouts leave {plan.SPARE / GB:g} GB free; the fastest:",
+        "  micro_batch  activation_budget  kept_regions     GB   s of a step",
+        *rows,
     ]
 
 

@@ -1,10 +1,10 @@
 """What a region of blocks keeps for backward, needs while it computes, moves and multiplies: counted, not measured.
 
 One region of each kind is traced on fake tensors, which have shapes and storages but no memory, into one graph of
-forward and one of backward. A compiled region is partitioned as in torch.compile, with the config's activation budget,
-and what lies between products is fused into what consumes it. Otherwise each operation is a kernel of its own. The
-count does not look inside an operation, so it misses the workspaces of kernels. It has the CPU's operations; a GPU's
-eager RMSNorm is one operation and keeps less.
+forward and one of backward. A compiled region is partitioned as in torch.compile, with the config's activation budget.
+What lies between products is fused into what consumes it, and consumers that need not wait for each other share what
+they read. Otherwise each operation is a kernel of its own. The count does not look inside an operation, so it misses
+the workspaces of kernels. It has the CPU's operations; a GPU's eager RMSNorm is one operation and keeps less.
 """
 
 import dataclasses
@@ -31,6 +31,8 @@ from flux_ref.config import Config
 from flux_ref.data import Batch, fields
 from flux_ref.model import Flux
 from flux_ref.precision import fp8, linear, policy
+from flux_ref.precision.fp8 import NOTHING, Codes, Remembered, Scales
+from flux_ref.precision.linear import PolicyLinear
 from tools.shared import communication
 from tools.shared.communication import ROOT, Layout
 
@@ -58,6 +60,15 @@ class Pass(NamedTuple):
     most: float  # bytes that live at most, above the inputs; in backward with gradients of unsharded weights
     moved: float  # bytes that all but products reads and writes
     products: tuple[Product, ...]
+    kernels: int = 0  # products, too
+
+
+class Extent(NamedTuple):
+    """Where a tensor lies in a storage, up to its strides."""
+
+    storage: int  # identity
+    offset: int
+    nbytes: int
 
 
 class Footprint(NamedTuple):
@@ -107,10 +118,8 @@ def layout(cfg: Config, gpus: int, node: int) -> Layout:
 def _net(cfg: Config, arch: str, length: int) -> Flux:
     """A net in the compute dtype with so many blocks of each kind."""
     before = torch.get_default_dtype()
-    # Delayed scales differ by scalars only, and by a reduction per tensor that is not fused with its cast.
-    preset = "fp8" if policy.layers_with_delayed_scales(cfg) else cfg.precision.preset
     model = dataclasses.replace(cfg.model, double_blocks=length, single_blocks=length)
-    cfg = dataclasses.replace(cfg, model=model, precision=dataclasses.replace(cfg.precision, preset=preset))
+    cfg = dataclasses.replace(cfg, model=model)
     torch.set_default_dtype(DTYPES[cfg.parallel.dtype])  # fake tensors cannot be cast in place
     try:
         net = Flux(model)
@@ -134,11 +143,21 @@ class Ends(nn.Module):
 
 def _footprint(module: nn.Module, inputs: tuple, cfg: Config, compiled: bool) -> Footprint:
     """Trace a module, and its backward by all its parameters and inputs."""
+    parameters = dict(module.named_parameters())
+    linears = {name: one for name, one in module.named_modules() if isinstance(one, PolicyLinear)}
+    given = {name: _given(linear, cfg) for name, linear in linears.items()}
     graphs: list[torch.fx.Graph] = []
+
+    def run(parameters, given, *inputs):
+        for name, values in given.items():
+            linears[name].gathered, linears[name].of_input, linears[name].of_grad = values
+        return functional_call(module, parameters, inputs)
 
     def partition(joint, joint_inputs, **options):
         if compiled:
             joint_graph_passes(joint)
+            # To keep a weight for backward costs nothing; to keep a copy in another layout does.
+            options["static_lifetime_input_indices"] = [*range(len(tree_leaves((parameters, given))))]
             pair = min_cut_rematerialization_partition(joint, joint_inputs, compiler="inductor", **options)
         else:
             pair = default_partition(joint, joint_inputs, **options)
@@ -148,12 +167,12 @@ def _footprint(module: nn.Module, inputs: tuple, cfg: Config, compiled: bool) ->
     budget = torch._functorch.config.patch(activation_memory_budget=cfg.parallel.activation_budget)
     with budget, patch.object(torch.compiler, "_is_compiling_flag", compiled):  # which torch.compile sets, too
         traced = aot_function(
-            lambda parameters, *inputs: functional_call(module, parameters, inputs),
+            run,
             fw_compiler=lambda graph, _: graph.forward,
             partition_fn=partition,
             decompositions=select_decomp_table() if compiled else None,
         )
-        outputs = _tensors(traced(dict(module.named_parameters()), *inputs))
+        outputs = _tensors(traced(parameters, given, *inputs))
     forward, backward = (_pass(graph, compiled) for graph in graphs)
     if getattr(module, "recompute", "none") == "none":
         return Footprint(forward, backward)
@@ -162,46 +181,66 @@ def _footprint(module: nn.Module, inputs: tuple, cfg: Config, compiled: bool) ->
         forward.most + backward.most,
         forward.moved + backward.moved,
         forward.products + backward.products,
+        forward.kernels + backward.kernels,
     )
     return Footprint(forward._replace(kept=sum(output.nbytes for output in outputs)), again)
 
 
-def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
-    """How a traced graph uses memory.
+def _given(linear: PolicyLinear, cfg: Config) -> tuple[Codes | None, Remembered, Remembered]:
+    """What training hands to a linear: its weight in FP8, and what it remembers of its input and gradient."""
 
-    Real tensors are the graph's inputs and outputs, and what products read and write; without fusion all. What was
-    saved for backward is freed once it is used.
-    """
+    def scales() -> Scales:
+        return torch.ones(()), torch.ones(())
+
+    codes = None
+    if linear.layer in policy.layers_gathered_in_fp8(cfg):
+        codes = Codes(torch.zeros(linear.weight.shape, dtype=linear.support.forward), scales())
+    if linear.layer not in policy.layers_with_delayed_scales(cfg):
+        return codes, NOTHING, NOTHING
+    return codes, Remembered(torch.zeros(()), scales()), Remembered(torch.zeros(()), scales())
+
+
+def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
+    """How a traced graph uses memory. What was saved for backward is freed once it is used."""
     nodes = [node for node in graph.nodes if node.op != "output"]
     given = [node for node in nodes if node.op == "placeholder"]
     outputs = [node for node in tree_leaves(graph.output_node().args) if isinstance(node, torch.fx.Node)]
-    real = {*outputs, *given} if fused else {*nodes}
-    for node in nodes:
-        if counted(node):
-            real.update((node, *node.all_input_nodes))
+    ends = {node for node in nodes if counted(node) or _adds_rows(node)}
+    real = _real(nodes, given, outputs, ends) if fused else {*nodes}
 
     inputs = _storages(given)
     sizes = dict(inputs)  # of storages, in bytes
     first = dict.fromkeys(inputs, 0)  # moment of a storage
     last = dict.fromkeys(inputs, 0)
     moved = 0
+    kernels = 0
     products = []
-    sources: dict[torch.fx.Node, set[int]] = {}  # the real storages that a node is computed from
+    sources: dict[torch.fx.Node, set[Extent]] = {}  # what a node is computed from, of real storages
+    depths: dict[torch.fx.Node, int] = {}  # the number of ends, one after another, that lead to a node
+    known: set[tuple[int, bool, Extent]] = set()  # what is read at a depth, by sums over rows or by others
     for moment, node in enumerate(nodes):
         own = _storages([node])
         read = set().union(*(sources[other] for other in node.all_input_nodes))
-        sources[node] = set(own) if node in real else read
+        depth = max((depths[other] + (other in ends) for other in node.all_input_nodes), default=0)
+        new = own.keys() - sizes.keys() if node in real else set()
+        depths[node] = depth
+        is_real = node in real or own.keys() & sizes.keys()  # or a view of what is real
+        sources[node] = _extents(node) if is_real else read
         if node not in real:
             continue
-        new = own.keys() - sizes.keys()
         sizes |= own
         first |= dict.fromkeys(new, moment)
-        last |= dict.fromkeys(read | own.keys(), moment)
+        last |= dict.fromkeys({extent.storage for extent in read} | own.keys(), moment)
         formula = counted(node)
         if formula:
             products.append(_product(node, formula))
-        else:
-            moved += sum(sizes[key] for key in read | new if new)
+        elif new:
+            wanted = {(depth, node in ends, extent) for extent in read} - known
+            moved += sum(own[key] for key in new)
+            moved += sum(min(extent.nbytes, sizes[extent.storage]) for *_, extent in wanted)
+            kernels += bool(wanted)
+            if fused:
+                known |= wanted | {(depth, node in ends, extent) for extent in _extents(node)}
 
     kept = _storages(outputs)
     # AOTAutograd calls what backward is given of weights and inputs primals, and gradients tangents.
@@ -211,7 +250,22 @@ def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
     for moment in range(len(nodes)):
         most = max(most, sum(size for key, size in sizes.items() if first[key] <= moment <= last[key]))
     saved = sum(size for key, size in kept.items() if key not in inputs)
-    return Pass(saved, most - sum(inputs.values()), moved, tuple(products))
+    return Pass(saved, most - sum(inputs.values()), moved, tuple(products), kernels + len(products))
+
+
+def _real(
+    nodes: list[torch.fx.Node], given: list[torch.fx.Node], outputs: list[torch.fx.Node], ends: set[torch.fx.Node]
+) -> set[torch.fx.Node]:
+    """The tensors that a compiler stores: inputs, outputs, what products read and write, and sums over rows.
+
+    It fuses what lies between two ends, products or sums over rows. There each tensor is read once, and once more by
+    the sums over rows.
+    """
+    real = {*outputs, *given, *ends}
+    for node in ends:
+        if counted(node) or node.meta["val"].numel() == 1:  # a compiler reduces a whole tensor in two passes
+            real.update(node.all_input_nodes)
+    return real
 
 
 def counted(node: torch.fx.Node) -> Callable | None:
@@ -231,6 +285,24 @@ def _product(node: torch.fx.Node, formula: Callable) -> Product:
 
 def _tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _adds_rows(node: torch.fx.Node) -> bool:
+    """Whether a node reduces other dimensions than the last: its readers wait until the reduction is done."""
+    made = node.meta.get("val")
+    if not isinstance(made, Tensor) or getattr(node.target, "is_view", True):
+        return False
+    given = _tensors([other.meta.get("val") for other in node.all_input_nodes])
+    larger = [one.shape for one in given if one.numel() > made.numel()]
+    return any(made.numel() == 1 or made.shape not in (shape[:-1], (*shape[:-1], 1)) for shape in larger)
+
+
+def _extents(node: torch.fx.Node) -> set[Extent]:
+    """Those of the values of a node."""
+    return {
+        Extent(tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.nbytes)
+        for tensor in _tensors(node.meta.get("val"))
+    }
 
 
 def _storages(nodes: Iterable[torch.fx.Node]) -> dict[int, int]:

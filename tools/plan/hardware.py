@@ -37,6 +37,7 @@ class Assumed:
     hop_us: float
     margin: float
     outside_gb: float
+    graph_node_kb: float
 
 
 @cache

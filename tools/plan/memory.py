@@ -9,6 +9,7 @@ from math import prod
 
 from flux_ref.config import Config
 from flux_ref.data import fields
+from flux_ref.model import parameter_table
 from flux_ref.optim import state_kinds
 from flux_ref.sharding import REDUCTIONS
 from tools.plan.footprint import Footprint
@@ -97,6 +98,20 @@ def training(
             Instant(f"reduction of region {i + 1}", reduction),
         ]
     return [*instants, Instant("the optimizer", {"gradients": gradients(cfg, layout, layout.units, accumulates)})]
+
+
+def graph_nodes(cfg: Config, layout: Layout, footprints: dict[str, Footprint], micros: int) -> int:
+    """Kernels, copies and collectives of a captured training step and validation batch, without the optimizer's.
+
+    A gather has three: copies in, the collective, copies out. A micro-batch reduces each unit with a copy and a
+    collective, and adds the gradient of each parameter.
+    """
+    units = layout.units
+    forward = sum(footprints[unit.kind].forward.kernels for unit in units)
+    backward = sum(footprints[unit.kind].backward.kernels for unit in units)
+    reduced = 2 * len(units) + len(parameter_table(cfg.model))
+    gathers = len(units) + (2 * micros - 1) * freed(cfg.parallel, len(units) - 1)
+    return micros * (forward + backward + reduced) + 3 * gathers + forward
 
 
 def gradients(cfg: Config, layout: Layout, done: list[Unit], accumulates: bool) -> float:

@@ -2,21 +2,27 @@
 
 from bisect import bisect
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, gcd
 
 from flux_ref import config, config_file, schedule
+from flux_ref.arithmetic import arithmetic_of
 from flux_ref.benchmark import closed
 from flux_ref.benchmark.closed import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import Config
 from flux_ref.precision import policy
 from flux_ref.precision.policy import MULTIPLE
 from tools.plan import footprint, memory, step_time
+from tools.plan.footprint import Footprint
 from tools.plan.memory import Instant
 from tools.plan.reference_samples import samples_to_target
 from tools.plan.step_time import Machine, Times
 from tools.shared.communication import Layout
 
+KB = 1e3
 GB = 1e9
+SPARE = 4 * GB  # of a card, beside what a plan assumes to lie outside of tensors
+BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.5)  # parallel.activation_budget
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,8 @@ class Plan:
     layout: Layout
     rows: int  # of a micro-batch
     instant: Instant
+    graphs: float  # of captured steps, outside of tensors
     total: float  # on a card
-    largest_rows: int
     times: Times
     reaches_target: bool  # samples are what the reference needs, else train.max_samples
     samples: float
@@ -50,12 +56,22 @@ class Plan:
 def make(cfg: Config, machine: Machine) -> Plan:
     """Raises: Refusal if the config does not fit the number of GPUs."""
     config_file.validate_world(cfg, machine.gpus)
+    return planned(cfg, machine, footprint.trace(cfg, machine.gpu.arch, config.micro_batch(cfg, machine.gpus)))
+
+
+def planned(cfg: Config, machine: Machine, footprints: dict[str, Footprint]) -> Plan:
+    """The plan of a config whose net has these footprints."""
     gpus = machine.gpus
     rows = config.micro_batch(cfg, gpus)
     layout = footprint.layout(cfg, gpus, machine.gpu.node)
-    footprints = footprint.trace(cfg, machine.gpu.arch, rows)
     instant = memory.fullest(cfg, layout, footprints, gpus, rows)
     times = step_time.times(cfg, layout, footprints, machine, rows)
+    assumed = machine.assumed
+    enabled = cfg.graph.enabled
+    graphs = 0.0
+    if enabled == "on" or (enabled == "auto" and machine.gpu.arch.startswith("sm")):  # as graphs.obstacle
+        nodes = memory.graph_nodes(cfg, layout, footprints, ceil(cfg.train.global_batch / (gpus * rows)))
+        graphs = len(arithmetic_of(cfg).phases) * nodes * assumed.graph_node_kb * KB
 
     val_count = (cfg.data.val_count or VAL_SAMPLES) if cfg.data.val else 0
     reference = samples_to_target(cfg) if val_count else None
@@ -67,8 +83,8 @@ def make(cfg: Config, machine: Machine) -> Plan:
         layout=layout,
         rows=rows,
         instant=instant,
-        total=needed(instant, machine),
-        largest_rows=largest_rows(cfg, layout, machine),
+        graphs=graphs,
+        total=instant.total * (1 + assumed.margin) + graphs + assumed.outside_gb * GB,
         times=times,
         reaches_target=bool(reference),
         samples=samples,
@@ -78,23 +94,31 @@ def make(cfg: Config, machine: Machine) -> Plan:
     )
 
 
-def needed(instant: Instant, machine: Machine) -> float:
-    """Bytes on a card: tensors, the assumed margin between them, and what is assumed to lie outside of tensors."""
-    return instant.total * (1 + machine.assumed.margin) + machine.assumed.outside_gb * GB
+def fastest(cfg: Config, machine: Machine) -> list[Plan]:
+    """The plans that leave SPARE bytes of the card, the fastest first.
 
-
-def largest_rows(cfg: Config, layout: Layout, machine: Machine) -> int:
-    """The largest micro-batch that divides a rank's samples and that a card holds; 0 if there is none."""
+    One for each micro-batch that divides a rank's samples and each activation budget: it keeps the most regions.
+    """
     tokens = (cfg.model.text_tokens, cfg.model.image_tokens)
     step = MULTIPLE // gcd(*tokens, MULTIPLE) if policy.narrowest(cfg) else 1  # see policy.require_rows
-    batch = cfg.train.global_batch // machine.gpus
+    batch = config.rank_batch(cfg, machine.gpus)
+    room = machine.gpu.memory_gb * GB - SPARE
+    found: list[Plan] = []
+    for rows in (rows for rows in range(step, batch + 1, step) if batch % rows == 0):
+        before = len(found)
+        for budget in BUDGETS if cfg.parallel.compile else BUDGETS[:1]:
+            own = config_file.replace(cfg, train__micro_batch=rows, parallel__activation_budget=budget)
+            keeping = partial(_keeping, own, machine, footprint.trace(own, machine.gpu.arch, rows))
+            kept = [*range(len(footprint.layout(own, machine.gpus, machine.gpu.node).units) - 1), -1]
+            fitting = bisect(kept, room, key=lambda count: keeping(count).total)
+            found += [keeping(kept[fitting - 1])] if fitting else []
+        if len(found) == before:
+            break  # nor does a larger micro-batch fit
+    return sorted(found, key=lambda one: one.times.step)
 
-    def total(rows: int) -> float:
-        found = footprint.trace(cfg, machine.gpu.arch, rows)
-        return needed(memory.fullest(cfg, layout, found, machine.gpus, rows), machine)
 
-    sizes = [0, *(rows for rows in range(step, batch + 1, step) if batch % rows == 0)]
-    return sizes[bisect(sizes, machine.gpu.memory_gb * GB, lo=1, key=total) - 1]
+def _keeping(cfg: Config, machine: Machine, footprints: dict[str, Footprint], kept: int) -> Plan:
+    return planned(config_file.replace(cfg, parallel__kept_regions=kept), machine, footprints)
 
 
 def warnings(one: Plan) -> list[str]:
@@ -102,10 +126,7 @@ def warnings(one: Plan) -> list[str]:
     cfg = one.cfg
     lines = []
     if one.total > one.card:
-        remedy = f"train.micro_batch={one.largest_rows} fits" if one.largest_rows else "no micro-batch fits"
-        if cfg.parallel.kept_regions < 0:
-            remedy += "; parallel.kept_regions=0 gathers two regions in place of all"
-        lines.append(f"memory: {one.total / GB:.0f} GB do not fit {one.card / GB:g} GB; {remedy}")
+        lines.append(f"memory: {one.total / GB:.0f} GB do not fit {one.card / GB:g} GB")
 
     departures = closed.departures(cfg, cfg.data.train_count or TRAIN_SAMPLES, one.val_count)
     if len(departures) < 5:  # else it is no benchmark run, and nobody takes it for one
