@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from fp8_net import low
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import metrics
 
-from flux_ref.precision import policy
+from flux_ref.precision import blocks, policy
 from flux_ref.precision.blocks import Draws
-from flux_ref.precision.formats import PRODUCTS
+from flux_ref.precision.formats import PRODUCTS, SIDES
 from flux_ref.precision.linear import PolicyLinear
 
 BATCH, ROWS, K, N = 6, 32, 64, 96
@@ -59,6 +61,24 @@ def test_every_product_comes_near_the_exact_one():
             error = ((values.float() - want).norm() / want.norm()).item()
             low, high = (0.003, bound) if any(linear.pairs[product]) else (0, 0.005)
             assert low < error < high, (rules, product, error)
+
+
+@pytest.mark.slow  # Inductor compiles
+def test_inductor_fuses_a_stochastic_cast_into_few_kernels_of_equal_bits():
+    """The rounds of the draws are some hundred operations."""
+    side = SIDES["mxfp4+h32+sr"]
+
+    def cast(x: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        return blocks.scaled(side, x, blocks.chances(place, x))[:2]
+
+    for first, shape in enumerate(((64, 64), (33, 96))):
+        torch._dynamo.reset()
+        metrics.reset()
+        x = torch.randn(shape, dtype=torch.bfloat16)
+        place = torch.tensor([3, 7, 11, 16 * first])
+        found = torch.compile(cast, fullgraph=True, dynamic=False)(x, place)
+        assert all(map(torch.equal, found, cast(x, place))), shape
+        assert metrics.generated_kernel_count < 12
 
 
 def test_equal_layers_share_one_compiled_graph_that_draws_for_each_layer_and_step():

@@ -12,6 +12,7 @@ from flux_ref.benchmark.closed import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import Config
 from flux_ref.precision import policy
 from flux_ref.precision.policy import MULTIPLE
+from flux_ref.progress_bar import progress
 from tools.plan import footprint, memory, step_time
 from tools.plan.footprint import Footprint
 from tools.plan.memory import Instant
@@ -22,7 +23,7 @@ from tools.shared.communication import Layout
 KB = 1e3
 GB = 1e9
 SPARE = 4 * GB  # of a card, beside what a plan assumes to lie outside of tensors
-BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.5)  # parallel.activation_budget
+BUDGETS = (1.0, 0.9, 0.5)  # parallel.activation_budget; others give nearly the plans of these
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ def fastest(cfg: Config, machine: Machine) -> list[Plan]:
     batch = config.rank_batch(cfg, machine.gpus)
     room = machine.gpu.memory_gb * GB - SPARE
     found: list[Plan] = []
-    for rows in (rows for rows in range(step, batch + 1, step) if batch % rows == 0):
+    sizes = [rows for rows in range(step, batch + 1, step) if batch % rows == 0]
+    for rows in progress(sizes, desc="micro-batches", leave=False):
         before = len(found)
         for budget in BUDGETS if cfg.parallel.compile else BUDGETS[:1]:
             own = config_file.replace(cfg, train__micro_batch=rows, parallel__activation_budget=budget)
@@ -112,8 +114,8 @@ def fastest(cfg: Config, machine: Machine) -> list[Plan]:
             kept = [*range(len(footprint.layout(own, machine.gpus, machine.gpu.node).units) - 1), -1]
             fitting = bisect(kept, room, key=lambda count: keeping(count).total)
             found += [keeping(kept[fitting - 1])] if fitting else []
-        if len(found) == before:
-            break  # nor does a larger micro-batch fit
+        if before == len(found) > 0:
+            break  # nor does a larger micro-batch fit; a smaller one may have too large graphs
     return sorted(found, key=lambda one: one.times.step)
 
 
