@@ -78,6 +78,7 @@ def start(cfg: ParallelConfig, few_threads: bool = True) -> World:
     # NCCL's monitor would take a pause for a hang, as its clock goes on. alive.Alive tells one from the other.
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     # With expandable segments, graph buffers that NCCL registers get wrong addresses: github.com/pytorch/pytorch 158029
+    # Over several nodes, small and large registered collectives can stall: github.com/NVIDIA/nccl, issue 2389.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     try:
         store = dist.HashStore() if is_alone else _fresh_store(rank, size)

@@ -85,6 +85,17 @@ def test_a_rank_on_amd_has_two_queues_and_keeps_its_scratch_unless_the_user_asks
         assert [os.environ.get(name) for name in names] == list(want or (None, None)), (hip, given)
 
 
+def test_nccl_registers_no_buffers_of_graphs_unless_the_user_asks(monkeypatch):
+    """Registered collectives on one communicator may also stall: github.com/NVIDIA/nccl, issue 2389."""
+    for given, want in ((None, "0"), ("1", "1")):
+        monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+        if given:
+            monkeypatch.setenv("NCCL_GRAPH_REGISTER", given)
+        ranks.start(ParallelConfig())
+        ranks.stop()
+        assert os.environ["NCCL_GRAPH_REGISTER"] == want
+
+
 def test_a_rank_may_open_as_many_files_as_the_system_allows(monkeypatch):
     """Two groups of Gloo at 512 ranks open more than 1024."""
     found = []

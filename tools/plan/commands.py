@@ -82,7 +82,7 @@ def layouts(found: list[Plan]) -> list[str]:
     """A table of the first of some plans."""
     rows = [
         f"{one.rows:13}{one.cfg.parallel.activation_budget:19}{one.cfg.parallel.kept_regions:14}"
-        f"{one.total / GB:9.1f}{one.times.step:14.3g}"
+        f"{one.total / GB:9.1f}{one.times.step:14.4g}"
         for one in found[:SHOWN]
     ]
     return [
