@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, get_args
 
-from flux_ref.config import KEYS, Config, flat
+from flux_ref.config import KEYS, Config, flat, rank_batch
 from flux_ref.errors import Refusal, shown
 from flux_ref.files import read_text
 
@@ -151,7 +151,8 @@ def validate(cfg: Config) -> None:
 def validate_world(cfg: Config, world_size: int) -> None:
     """Raises: Refusal if the ranks and their micro-batches do not divide the batch."""
     train = cfg.train
-    chunk = world_size * (train.micro_batch or 1)
+    accumulates = 0 < train.micro_batch < rank_batch(cfg, world_size)
+    chunk = world_size * (train.micro_batch if accumulates else 1)
     if train.global_batch % chunk:
-        rule = f"is no multiple of {chunk}, the number of ranks times train.micro_batch"
-        raise Refusal(f"train.global_batch={train.global_batch} {rule}")
+        rule = "the number of ranks times train.micro_batch" if accumulates else "the number of ranks"
+        raise Refusal(f"train.global_batch={train.global_batch} is no multiple of {chunk}, {rule}")

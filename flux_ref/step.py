@@ -51,7 +51,7 @@ def train_step(net: ShardedFlux, opt: ShardedAdamW, batch: Batch, health: Health
     Returns this rank's loss and the gradient norm of all ranks before clipping, both fp32 device scalars.
     """
     rows = len(batch["t"])
-    micro = cfg.train.micro_batch or rows  # which divides rows (config_file.validate_world)
+    micro = min(cfg.train.micro_batch or rows, rows)  # which divides rows (config_file.validate_world)
     loss = torch.zeros((), device=batch["t"].device)
     for first in range(0, rows, micro):
         part = {name: tensor[first : first + micro] for name, tensor in batch.items()}
