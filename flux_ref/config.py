@@ -115,7 +115,9 @@ class TrainConfig:
     seed: int = key(0, "seed of every random number in training and validation")
     max_samples: int = free(25_165_824, "stop here if the target is not reached; 96 evaluation intervals", least=1)
     global_batch: int = key(512, "samples per optimizer step over all ranks", least=1)
-    micro_batch: int = free(0, "most samples per forward on one rank, the rest is gradient accumulation; 0: no accumulation")
+    micro_batch: int = free(
+        0, "most samples per forward on one rank, the rest is gradient accumulation; 0: no accumulation"
+    )
     caption_drop: float = key(0.1, "probability that a training sample has the empty caption", most=1, closed=REFERENCE)
     timestep: str = key(
         "uniform", "distribution of the time t in training", choices=("uniform", "logit_normal"), closed=REFERENCE

@@ -4,6 +4,7 @@ What only a device can show is in test_gpu_graph.py.
 """
 
 import inspect
+import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -282,7 +283,9 @@ def test_a_run_by_graphs_is_the_eager_run(eager, log, tmp_path, shapes_dir, monk
 
     monkeypatch.setattr(stand_in.Graph, "replay", looking)
     assert train(tmp_path / "captured", shapes_dir) == 0
-    assert "  steps   captured\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "  steps   captured\n" in said and "  graphs  take 0.00 GB outside torch's allocator\n" in said
+    assert json.loads((tmp_path / "captured" / "environment.json").read_text())["graph_bytes"] == 2, "of two graphs"
     assert filled[PROOF:] == ["fill"] * 5 and rates == pytest.approx([0, 0, 1e-3, 2e-3, 2e-3, 2e-3, 2e-3])
     assert log.count("replay train") == PROOF + 5 and log.count("replay validate") == 1 + 2
     assert log[log.index("reset") - 1 : log.index("stop")] == ["synchronize", "reset", "reset", "barrier"]

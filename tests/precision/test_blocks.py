@@ -8,6 +8,7 @@ from fp8_net import low
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config as inductor_config
 from torch._inductor import metrics
 
 from flux_ref.precision import blocks, policy
@@ -71,14 +72,13 @@ def test_inductor_fuses_a_stochastic_cast_into_few_kernels_of_equal_bits():
     def cast(x: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
         return blocks.scaled(side, x, blocks.chances(place, x))[:2]
 
-    for first, shape in enumerate(((64, 64), (33, 96))):
-        torch._dynamo.reset()
-        metrics.reset()
-        x = torch.randn(shape, dtype=torch.bfloat16)
-        place = torch.tensor([3, 7, 11, 16 * first])
+    metrics.reset()
+    x = torch.randn((33, 96), dtype=torch.bfloat16)
+    place = torch.tensor([3, 7, 11, 16])
+    with inductor_config.patch(force_disable_caches=True):  # code from a cache is not counted
         found = torch.compile(cast, fullgraph=True, dynamic=False)(x, place)
-        assert all(map(torch.equal, found, cast(x, place))), shape
-        assert metrics.generated_kernel_count < 12
+    assert all(map(torch.equal, found, cast(x, place)))
+    assert 0 < metrics.generated_kernel_count < 12
 
 
 def test_equal_layers_share_one_compiled_graph_that_draws_for_each_layer_and_step():
