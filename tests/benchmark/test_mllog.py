@@ -62,4 +62,4 @@ def test_a_run_without_the_target_is_aborted_and_no_word_misleads_the_official_c
     assert events[-1]["metadata"]["status"] == "aborted" and events[-1]["metadata"]["reason"]
     words = ("eval_accuracy", "global_batch_size", "train_samples")
     assert not [event for event in events for word in words if word in json.dumps(event["metadata"])]
-    assert values_of(events)["gradient_accumulation_steps"] == 36
+    assert values_of(events)["gradient_accumulation_steps"] == 18
