@@ -163,9 +163,11 @@ def test_what_cannot_work_is_refused_with_the_rule_and_what_does_no_harm_is_take
 def test_ranks_and_micro_batches_divide_the_batch_and_any_other_is_refused_with_what_does():
     for batch, micro, ranks in itertools.product(range(1, 50), (0, 1, 2, 5), (1, 2, 3, 8)):
         cfg = config_file.replace(Config(), train__global_batch=batch, train__micro_batch=micro)
-        chunk = ranks * (micro if 0 < micro < batch // ranks else 1)  # a rank with fewer samples takes them at once
+        accumulates = 0 < micro < batch // ranks  # a rank with fewer samples takes them at once
+        chunk = ranks * (micro if accumulates else 1)
         if batch % chunk == 0:
             config_file.validate_world(cfg, ranks)
+            assert config.micro_batch(cfg, ranks) == (micro if accumulates else batch // ranks)
             continue
         said = conftest.refusal(config_file.validate_world, cfg, ranks)
         assert f"train.global_batch={batch} is no multiple of {chunk}, the number of ranks" in said
