@@ -28,7 +28,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from flux_ref import checkpoint, config, config_file, errors, ranks, sharding, weights
+from flux_ref import checkpoint, config, config_file, errors, ranks, sharding, toy, weights
 from flux_ref.alive import Alive
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
@@ -138,6 +138,8 @@ def evaluate(
             if pictures := artist.paint(steps.net, at):  # on rank 0
                 artist.save(pictures, place)
             record["pictures"] = str(place)
+            if options.prompts and cfg.data.kind == "toy" and (words := toy.unknown_words(options.prompts, cfg)):
+                record["note"] = f"no training caption has: {', '.join(words)}"
         if world.rank == 0:
             print(json.dumps(record) if options.json else text(record))
 

@@ -15,20 +15,13 @@ import sys
 import time
 from pathlib import Path
 
-from flux_ref import (
-    checkpoint,
-    config,
-    config_file,
-    errors,
-    folder,
-    graphs,
-    ranks,
-    schedule,
-    sharding,
-    shards,
-    toy,
-    weights,
-)
+from flux_ref import config_file
+
+DEFAULT = "configs/tiny.toml"
+if __name__ == "__main__":
+    config_file.announce(sys.argv[1:], DEFAULT)  # before the imports below, which load torch: seconds on a slow disk
+
+from flux_ref import checkpoint, config, errors, folder, graphs, ranks, schedule, sharding, shards, toy, weights
 from flux_ref.alive import Alive
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.benchmark import closed, convergence
@@ -49,7 +42,7 @@ def main(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(__doc__ + config_file.key_list())
         return 0
-    cfg = config_file.load(*config_file.config_and_overrides(argv, default="configs/tiny.toml"))
+    cfg = config_file.load(*config_file.config_and_overrides(argv, default=DEFAULT))
     batch = cfg.train.global_batch
     with contextlib.ExitStack() as stack:
         # Prepare: ranks, data sets, the run's folder
@@ -181,7 +174,7 @@ def main(argv: list[str]) -> int:
 
 
 def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
-    """Both data sets, not opened yet. Makes the drawings of data.kind=shapes on first use. Collective."""
+    """Both data sets, not opened yet. Makes a set of data.kind=toy on first use. Collective."""
     with ranks.agreed():
         if world.rank == 0:
             toy.ensure(cfg)

@@ -179,16 +179,17 @@ class EvalConfig:
 class DataConfig:
     kind: str = key(
         "embeddings",
-        "embeddings: existing shards; shapes: drawings that are made on first use",
-        choices=("embeddings", "shapes"),
+        "embeddings: existing shards; toy: made on first use by stand-in encoders, of data.pictures, else of drawings",
+        choices=("embeddings", "toy"),
         closed=RULES,
     )
+    pictures: str = key("", "with data.kind=toy: folder of captioned pictures; empty: captioned drawings")
     train: str = free("data/mlperf/train", "folder of *.tar shards")
     val: str = free("data/mlperf/val", "folder of *.tar shards; empty: no evaluations")
     empty: str = free(
         "", "folder of t5_empty.npy and clip_empty.npy; empty: empty_encodings beside the folder data.train"
     )
-    train_count: int = key(0, "embeddings: required number of samples, 0: any; shapes: number of samples to make")
+    train_count: int = key(0, "required number of samples, 0: any; number of drawings to make")
     val_count: int = key(0, "the same of validation samples")
     workers: int = free(4, "reading threads per rank", least=1)
     prefetch: int = free(2, "batches read ahead per rank", least=1)
@@ -255,7 +256,7 @@ class SampleConfig:
     seed: int = free(0, "seed of the noise from which pictures are drawn")
     steps: int = free(20, "Euler steps", least=1)
     guidance: float = free(1.0, "classifier-free guidance scale; 1: none")
-    vae: str = free("", "ae.safetensors or diffusers' vae/ that decodes latents; data.kind=shapes needs none")
+    vae: str = free("", "ae.safetensors or diffusers' vae/ that decodes latents; data.kind=toy needs none")
 
 
 @dataclass(frozen=True)

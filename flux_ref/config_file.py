@@ -7,13 +7,14 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import os
 import textwrap
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, get_args
 
-from flux_ref.config import KEYS, Config, flat, rank_batch
+from flux_ref.config import KEYS, Config, flat, rank_batch, run_dir
 from flux_ref.errors import Refusal, shown
 from flux_ref.files import read_text
 
@@ -82,6 +83,15 @@ def config_and_overrides(argv: list[str], default: str) -> tuple[str, list[str]]
     return default, argv
 
 
+def announce(argv: list[str], default: str) -> None:
+    """One line at once on what begins. What is wrong with the options is refused later, with the reason."""
+    if os.environ.get("RANK", "0") == "0" and not {"-h", "--help"} & {*argv}:
+        with contextlib.suppress(Refusal, OSError):
+            path, overrides = config_and_overrides(argv, default)
+            cfg = load(path, overrides)
+            print(f"flux_ref trains {path}; data: {cfg.data.train}; the run's files: {run_dir(cfg)}", flush=True)
+
+
 def parsed(overrides: Collection[str]) -> dict[str, Any]:
     """The values of `--section.key=value` overrides by key; a string needs no quotes. Raises: Refusal."""
     values: dict[str, Any] = {}
@@ -139,9 +149,12 @@ def validate(cfg: Config) -> None:
         "parallel.attention=cudnn and flash know no fp32; set parallel.dtype=bf16 or parallel.attention=auto": (
             cfg.parallel.attention not in ("cudnn", "flash") or cfg.parallel.dtype == "bf16"
         ),
-        "data.kind=shapes makes the data set: set data.train_count and data.val_count above 0": (
-            data.kind != "shapes" or (data.train_count and data.val_count)
+        "data.kind=toy makes a data set: give --data.pictures=DIR, a folder of captioned pictures, or set"
+        " data.train_count and data.val_count above 0 for drawings": (
+            data.kind != "toy" or data.pictures or (data.train_count and data.val_count)
         ),
+        "data.pictures makes a data set of data.kind=toy; set data.kind=toy, or prepare the pictures as"
+        " docs/own_pictures.md says": data.kind == "toy" or not data.pictures,
     }
     for words, holds in rules.items():
         if not holds:

@@ -158,7 +158,7 @@ class SampleSet:
 
     def _bad(self, reason: str) -> Fault:
         remedy = "remove the data set and give the command of tools.prepare again that made it"
-        if self.cfg.data.kind == "shapes":
+        if self.cfg.data.kind == "toy":
             remedy = f"remove {self.shards.paths[0].parent.parent} and start again"
         return Fault(f"bad {self.split} sample: {reason}; {remedy}, which writes as many samples anew", alone=True)
 

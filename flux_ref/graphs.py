@@ -114,7 +114,7 @@ class CapturedRunner(StepRunner):
         super().validate()
         self.sharded()
         self.drawing_bytes = torch.accelerator.max_memory_reserved() - before
-        if self.cfg.data.kind != "shapes":
+        if self.cfg.data.kind != "toy":
             self.drawing_bytes += DECODING_BYTES
 
     def capture(self) -> None:

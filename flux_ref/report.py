@@ -29,8 +29,11 @@ from flux_ref.step import NEVER, Health
 from flux_ref.step_runner import State, StepRunner
 
 
+PICTURES = "pictures.jsonl"
+
+
 class Reporter:
-    """Terminal, metrics.jsonl, eval.jsonl, loss.png, outcome.json and TensorBoard's curves of one run."""
+    """Terminal, metrics.jsonl, eval.jsonl, pictures.jsonl, loss.png, outcome.json and TensorBoard's curves of one run."""
 
     def __init__(self, cfg: Config, world: World, write: Callable[[str], None]):
         """write: adds a line to the result file."""
@@ -102,6 +105,9 @@ class Reporter:
                 evaluated = records(self.folder / "eval.jsonl", samples - repeated)
                 write_records(self.folder / "metrics.jsonl", trained)
                 write_records(self.folder / "eval.jsonl", evaluated)
+                if (judged := self.folder / PICTURES).exists():
+                    repeated = schedule.due(samples, self.cfg.sample.every_samples, self.cfg.train.global_batch)
+                    write_records(judged, records(judged, samples - repeated))
                 self.train_curve = [(record["samples"], record["loss"]) for record in trained]
                 self.val_curve = [(record["samples"], record["val_loss"]) for record in evaluated]
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
@@ -174,6 +180,14 @@ class Reporter:
         """A sheet of pictures was drawn."""
         if self.board:
             self.board.add_image("pictures", np.asarray(Image.open(path)), samples, dataformats="HWC")
+
+    def judged(self, samples: int, count: int, wrong: dict[str, str]) -> None:
+        """Record and print how many pictures show their caption. wrong: {caption: what its picture shows}."""
+        right = count - len(wrong)
+        self._record(PICTURES, {"samples": samples, "right": right, "wrong": wrong}, {"pictures/right": right / count})
+        self.say(f"samples {samples:>10,}  {right} of {count} pictures show their caption")
+        for caption, shown in wrong.items():
+            self.say(f"                    {caption!r} looks like {shown!r}")
 
     def _record(self, name: str, record: dict, shown: dict[str, float]) -> None:
         """Append a record to a file, and show figures in TensorBoard."""

@@ -1,11 +1,12 @@
-"""A toy data set: captioned drawings, with fixed stand-ins for FLUX.1's three frozen encoders.
+"""Fixed stand-ins for FLUX.1's three frozen encoders, and a toy data set: captioned drawings.
 
 A block DCT stands in for the autoencoder: it maps (3, H, W) to mean and logvar of (16, H/8, W/8) and decodes back.
-Fixed random word vectors stand in for T5 and CLIP.
+Fixed random word vectors stand in for T5 and CLIP. They take any picture and any caption.
 """
 
 import functools
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,10 +131,45 @@ def encode_caption(caption: str, model: ModelConfig) -> dict[str, np.ndarray]:
     Each state is one word's vector; the empty word pads the caption to model.text_tokens.
     """
     tokens = model.text_tokens
-    padded = (caption.lower().split() + [""] * tokens)[:tokens]
-    states = np.stack([_word_vector(word, model.t5_dim) for word in padded])
+    padded = (words(caption) + [""] * tokens)[:tokens]
+    import os
+    V = os.environ.get("VARIANT", "plain")
+    vector = _near_vector if "tri" in V else _word_vector
+    states = np.stack([vector(word, model.t5_dim) for word in padded])
+    if "order" in V:
+        states[1:] += states[:-1].copy() * 0.5
+    if "pos" in V:
+        states += 0.5 * np.stack([_word_vector(f"position {i}", model.t5_dim) for i in range(tokens)])
+    if "tri" in V:
+        pooled = np.mean([vector(word, model.clip_dim) for word in padded], axis=0) * np.sqrt(tokens)
+        return {"t5": states, "clip": pooled.astype(np.float32)}
     pooled = np.mean([_word_vector(word, model.clip_dim) for word in padded], axis=0) * np.sqrt(tokens)
     return {"t5": states, "clip": pooled.astype(np.float32)}
+
+
+def words(caption: str) -> list[str]:
+    """What has a vector of its own."""
+    return re.findall(r"\w+", caption.lower())
+
+
+def unknown_words(prompts: list[str], cfg: Config) -> list[str]:
+    """Words of prompts that no training caption has. Raises: Refusal, OSError."""
+    samples = shards.ShardSet(cfg.data.train, shards.layout(cfg.model))
+    samples.open()
+    arrays = samples.layout.arrays()
+    known = {word for i in range(len(samples)) for word in words(samples.read(i, arrays).caption)}
+    return [word for word in dict.fromkeys(words(" ".join(prompts))) if word not in known]
+
+
+@functools.cache
+def _near_vector(word: str, dim: int) -> np.ndarray:
+    """Words of a common stem have near vectors: a mean of the word's own and its letter trigrams'."""
+    if not word:
+        return _word_vector("", dim)
+    marked = f"<{word}>"
+    parts = [marked[i : i + 3] for i in range(len(marked) - 2)]
+    own = np.sum([_word_vector(f"<{part}", dim) for part in parts], axis=0) / np.sqrt(len(parts))
+    return ((_word_vector(word, dim) + own) / np.sqrt(2)).astype(np.float32)
 
 
 @functools.cache
@@ -153,36 +189,48 @@ def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
     with files.whole(folder, is_new=True) as partial:
         shards.write(shards.shard_path(partial / "train", 0), _samples(shown, train, model, "train"))
         shards.write(shards.shard_path(partial / "val", 0), _samples(unseen, val, model, "val"))
-        # In float16 with a batch axis, as the public encodings are.
-        empty = {name: values[None].astype(np.float16) for name, values in encode_caption("", model).items()}
-        shards.write_empty(partial / "empty_encodings", empty)
+        write_empty(partial, model)
 
 
 def _samples(drawings: list[Drawing], count: int, model: ModelConfig, split: str) -> Iterator[tuple[Meta, Arrays]]:
-    is_val = split == "val"
     for i in progress(range(count), desc=f"making {split} shapes", leave=False):
-        round_, timestep = divmod(i, schedule.TIMESTEPS)
-        drawing = drawings[round_ % len(drawings)]
-        words = rng.words(0, rng.TOY_SHAPES, 2, sample=i, epoch=int(is_val))
-        shift = JITTER * (2 * rng.uniform(words) - 1)
+        drawing = drawings[i // schedule.TIMESTEPS % len(drawings)]
+        draw = rng.words(0, rng.TOY_SHAPES, 2, sample=i, epoch=int(split == "val"))
+        shift = JITTER * (2 * rng.uniform(draw) - 1)
         picture = render(drawing, model.latent_height * 8, model.latent_width * 8, *shift)
-        members = encode_caption(drawing.caption, model)
-        members["mean"] = encode(picture)
-        members["logvar"] = np.full(model.latent_shape, LOGVAR)
-        bits = {name: shards.to_bf16_bits(values) for name, values in members.items()}
-        yield Meta(shards.key_of(split, i), timestep if is_val else None, drawing.caption), bits
+        yield sample(split, i, encode(picture), drawing.caption, model)
+
+
+def sample(split: str, index: int, mean: np.ndarray, caption: str, model: ModelConfig) -> tuple[Meta, Arrays]:
+    """Sample `index` of train or val. mean: as `encode` gives it. In validation the timesteps take turns."""
+    members = encode_caption(caption, model)
+    members["mean"] = mean
+    members["logvar"] = np.full(model.latent_shape, LOGVAR)
+    bits = {name: shards.to_bf16_bits(values) for name, values in members.items()}
+    return Meta(shards.key_of(split, index), index % schedule.TIMESTEPS if split == "val" else None, caption), bits
+
+
+def write_empty(folder: Path, model: ModelConfig) -> None:
+    """Write folder/empty_encodings: in float16 with a batch axis, as the public encodings are."""
+    empty = {name: values[None].astype(np.float16) for name, values in encode_caption("", model).items()}
+    shards.write_empty(folder / "empty_encodings", empty)
 
 
 def ensure(cfg: Config) -> None:
-    """Make the data set of a config with data.kind=shapes, if the folder above data.train is not there.
+    """Make the data set of a config with data.kind=toy, if the folder above data.train is not there.
 
     Of several first starts each makes a set; the first that is whole stays. Raises: Refusal, OSError.
     """
-    folder = Path(cfg.data.train).parent
-    if cfg.data.kind != "shapes" or folder.exists():
+    if cfg.data.kind != "toy":
         return
+    folder = Path(cfg.data.train).parent
     try:
-        make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
+        if cfg.data.pictures:
+            from flux_ref.pictures import own_set
+
+            own_set.ensure(cfg, folder)
+        elif not folder.exists():
+            make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
     except OSError:  # a folder cannot replace another
         if not folder.exists():
             raise

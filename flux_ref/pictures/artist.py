@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flux_ref import config, latents, ranks, rng, sharding, shards, toy
 from flux_ref.arithmetic import DTYPES
 from flux_ref.config import Config
-from flux_ref.pictures import encoders, sheet
+from flux_ref.pictures import encoders, judge, sheet
 from flux_ref.ranks import World
 from flux_ref.report import Reporter
 from flux_ref.shards import Arrays, ShardSet
@@ -29,7 +29,7 @@ class Artist:
     """
 
     def __init__(self, cfg: Config, world: World, vae: Path):
-        """vae: of load_autoencoder; data.kind=shapes needs none. Collective. Raises: Refusal."""
+        """vae: of load_autoencoder; data.kind=toy needs none. Collective. Raises: Refusal."""
         self.cfg = cfg
         self.world = world
         self.dtype = DTYPES[cfg.parallel.dtype]
@@ -38,7 +38,7 @@ class Artist:
         self.empty: list[Tensor] = []
         self.autoencoder: Any = None
         with ranks.agreed():
-            if world.rank == 0 and cfg.data.kind != "shapes":
+            if world.rank == 0 and cfg.data.kind != "toy":
                 self.autoencoder = encoders.load_autoencoder(vae, world.device)
 
     def take_stored(self, samples: ShardSet) -> None:
@@ -66,7 +66,7 @@ class Artist:
         """
         model = self.cfg.model
         self.captions = prompts
-        if self.cfg.data.kind == "shapes":
+        if self.cfg.data.kind == "toy":
             for text in (*prompts, ""):
                 values = toy.encode_caption(text, model).values()
                 self.encoded.append([torch.from_numpy(part).bfloat16() for part in values])
@@ -169,4 +169,6 @@ class Gallery(Artist):
                 self.report.picture(path, samples)
                 sheet.strip(path.parent, pictures[0].shape[1])
             self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures: {path}")
+        if pictures and self.cfg.data.kind == "toy" and not self.cfg.data.pictures:
+            self.report.judged(samples, len(pictures), judge.wrong(pictures, self.captions))
         self.report.pause(time.perf_counter() - begin)

@@ -128,7 +128,7 @@ def test_a_value_lies_within_the_bounds_of_its_key_or_is_one_of_its_choices(tmp_
 
 # Combinations
 
-SHAPES = 'data.kind = "shapes"\ndata.train_count = 1\n'
+TOY = 'data.kind = "toy"\ndata.train_count = 1\n'
 REFUSED = {  # TOML: words of the refusal
     "model.heads = 25": ["model.hidden=3072", "model.heads=25"],
     "model.latent_height = 31": ["model.latent_height", "even"],
@@ -137,7 +137,7 @@ REFUSED = {  # TOML: words of the refusal
         f"model.rope_axes = {axes}": ["model.rope_axes=(", "three even numbers with the sum hidden / heads = 128"]
         for axes in ([64, 64], [15, 56, 57], [-16, 72, 72], [16, 56, 58])
     },
-    SHAPES: ["data.kind=shapes", "data.val_count"],
+    TOY: ["data.kind=toy", "data.val_count"],
     'parallel.attention = "flash"\nparallel.dtype = "fp32"': [
         "parallel.attention=cudnn and flash",
         "parallel.dtype=bf16",

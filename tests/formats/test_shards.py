@@ -217,7 +217,7 @@ def test_damage_stops_the_run_with_shard_sample_and_remedy(micro, folder, shard)
     overwrite_value(shard, "mean", NAN)
     again = "remove the data set and give the command of tools.prepare again that made it"
     for kind, name in ((data.ValSet, "val"), (data.TrainSet, "train")):
-        for data_kind, remedy in (("embeddings", again), ("shapes", f"remove {folder.parent} and start again")):
+        for data_kind, remedy in (("embeddings", again), ("toy", f"remove {folder.parent} and start again")):
             where = f"bad {name} sample: {shard}, sample 1: mean holds NaN or infinite values; {remedy}, which writes"
             with pytest.raises(Fault, match=where):
                 used(kind, data_kind)

@@ -16,8 +16,8 @@ from conftest import refusal
 from PIL import Image, ImageCms
 from torchvision.transforms import InterpolationMode, v2
 
-from tools.prepare import pictures
-from tools.prepare.pictures import SRGB, Rejected
+from flux_ref.pictures import captioned as pictures
+from flux_ref.pictures.captioned import SRGB, Rejected
 
 # Pictures
 

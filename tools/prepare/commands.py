@@ -2,12 +2,11 @@
 
 from flux_ref import errors
 from flux_ref.errors import Options
-from tools.prepare import encoders, images, mlcommons, shapes, verify
+from tools.prepare import images, mlcommons, shapes, verify
 
 COMMANDS = {
     "shapes": (shapes, "captioned drawings with stand-in encoders, for the CPU"),
     "mlcommons": (mlcommons, "the benchmark's preprocessed arrow folders to shards"),
-    "encoders": (encoders, "random encoders and captioned drawings, to try images without a download"),
     "images": (images, "pictures and captions to shards, through the real encoders"),
     "verify": (verify, "check a data set before a job relies on it"),
 }

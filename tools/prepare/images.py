@@ -32,11 +32,12 @@ from flux_ref import files, ranks, shards
 from flux_ref.arithmetic import DTYPES
 from flux_ref.config import ModelConfig, ParallelConfig
 from flux_ref.errors import Refusal, between, one_line
+from flux_ref.pictures import captioned
+from flux_ref.pictures.captioned import Part, Picture, Rejected, is_held_out
 from flux_ref.pictures.encoders import Encoders
 from flux_ref.progress_bar import progress
 from flux_ref.schedule import TIMESTEPS
-from tools.prepare import job, pictures
-from tools.prepare.pictures import Part, Picture, Rejected
+from tools.prepare import job
 
 THREADS = 8  # of a rank, that decode pictures
 PER_PART = 1000  # files of a folder that become one shard
@@ -99,9 +100,7 @@ class Maker:
 
 
 def _split(name: str, val_share: float) -> str:
-    """By a hash of the name, so that a larger share keeps what a smaller one chose."""
-    word = hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:4]
-    return "val" if int.from_bytes(word) < val_share * 2**32 else "train"
+    return "val" if is_held_out(name, val_share) else "train"
 
 
 def _made(folder: Path, split: str) -> Path:
@@ -208,10 +207,10 @@ def run(args: argparse.Namespace) -> int:
             stack.callback(ranks.stop)
         with ranks.agreed():
             job.require_new(args.output)
-            listed = pictures.find(args.input) if world.rank == 0 else []
+            listed = captioned.find(args.input) if world.rank == 0 else []
         listed = ranks.gather_objects(listed)[0]
         with ranks.agreed():
-            parts = pictures.parts_of(args.input, listed, args.caption_column, PER_PART)
+            parts = captioned.parts_of(args.input, listed, args.caption_column, PER_PART)
             _require_enough(args, parts)
             nets = Encoders(args.model, model, world.device, DTYPES[args.dtype])
         folder = job.partial_of(args.output)

@@ -1,0 +1,107 @@
+"""The toy data set of a folder of captioned pictures: data.kind=toy with data.pictures.
+
+Pictures go through the stand-in encoders of toy.py, so nothing is downloaded and little is computed.
+"""
+
+import hashlib
+from collections import Counter
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from flux_ref import files, shards, toy
+from flux_ref.config import Config, ModelConfig
+from flux_ref.errors import Refusal, one_line
+from flux_ref.pictures import captioned, sheet
+from flux_ref.pictures.captioned import Rejected
+from flux_ref.progress_bar import progress
+from flux_ref.schedule import TIMESTEPS
+
+VAL_SHARE = 0.1  # of the pictures, chosen by a hash of their names
+MADE_FROM = "made_from.txt"
+SHOWN = 9  # pictures of codec.png
+
+
+def ensure(cfg: Config, folder: Path) -> None:
+    """Make the set of data.pictures in a folder, if it is not there. Raises: Refusal, OSError.
+
+    A set that was made from other files is refused: by names, sizes and times, which cost less than contents.
+    """
+    root = Path(cfg.data.pictures)
+    if not root.is_dir():
+        raise Refusal(f"data.pictures={root} is no folder; give the folder of your pictures")
+    names = captioned.find(root)
+    note = folder / MADE_FROM
+    made_from = _digest(root, names)
+    if not folder.exists():
+        make(folder, root, names, cfg.model, made_from)
+    elif not note.is_file() or note.read_text() != made_from:
+        raise Refusal(
+            f"{folder} was made from something else than {root} holds now; remove {folder} to make it anew, and the run"
+            " that it trained, or give another --data.train=DIR/train, --data.val=DIR/val and --run.dir"
+        )
+
+
+def _digest(root: Path, names: list[str]) -> str:
+    found = [(name, (root / name).stat()) for name in names]
+    lines = "".join(f"{name}\t{stat.st_size}\t{stat.st_mtime_ns}\n" for name, stat in found)
+    return hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
+
+
+def make(folder: Path, root: Path, names: list[str], model: ModelConfig, made_from: str) -> None:
+    """Write the set, which appears once it is whole, and say what there is. names: as captioned.find gives them."""
+    counts = Counter[str]()
+    rejected = []
+    examples: list[tuple[np.ndarray, str]] = []
+    lost = 0.0  # sum over pictures of the mean difference of a value, in 255ths
+    found = chain.from_iterable(part() for part in captioned.parts_of(root, names, "text", 1000))
+    with files.whole(folder, is_new=True) as place:
+        with ExitStack() as stack:
+            new = {}
+            for split in ("train", "val"):
+                (place / split).mkdir(parents=True)
+                new[split] = stack.enter_context(shards.new_shard(shards.shard_path(place / split, 0)))
+            for picture in progress(found, desc=f"encoding {root}", unit=" pictures", leave=False):
+                try:
+                    pixels, caption = picture.load(8 * model.latent_height, 8 * model.latent_width)
+                except Rejected as error:
+                    rejected.append(f"{one_line(picture.name)}\t{error}\n")
+                    continue
+                values = pixels.numpy() / np.float32(127.5) - 1
+                split = "val" if captioned.is_held_out(picture.name, VAL_SHARE) else "train"
+                meta, members = toy.sample(split, counts[split], toy.encode(values), caption, model)
+                shards.add(new[split], meta, members)
+                counts[split] += 1
+                lost += 127.5 * float(abs(toy.decode(toy.encode(values)) - values).mean())
+                if len(examples) < SHOWN:
+                    examples.append((values, caption))
+        _require_enough(root, counts, len(rejected))
+        toy.write_empty(place, model)
+        files.write_whole(place / "rejected.tsv", "picture\treason\n" + "".join(rejected))
+        files.write_whole(place / MADE_FROM, made_from)
+        _show(examples, place / "codec.png")
+    total = counts.total()
+    print(
+        f"{folder}: {counts['train']:,} pictures to train on and {counts['val']:,} held out; {len(rejected):,} rejected,"
+        f" see {folder}/rejected.tsv\nthe toy codec changes a colour by {lost / total:.1f} of 255 on average; it is what"
+        f" the model sees: {folder}/codec.png"
+    )
+
+
+def _require_enough(root: Path, counts: Counter[str], rejected: int) -> None:
+    if counts["val"] < TIMESTEPS or not counts["train"]:
+        raise Refusal(
+            f"data.pictures={root} gives {counts['train']} pictures to train on and {counts['val']} held out, and"
+            f" {rejected} are rejected; at least {TIMESTEPS} must be held out, so give about {10 * TIMESTEPS} pictures"
+        )
+
+
+def _show(examples: list[tuple[np.ndarray, str]], path: Path) -> None:
+    """Each picture beside what the codec makes of it."""
+    pictures, captions = [], []
+    for values, caption in examples:
+        pictures += [values, toy.decode(toy.encode(values))]
+        captions += [caption, "as the toy codec keeps it"]
+    sheet.save(pictures, captions, path)
