@@ -74,6 +74,12 @@ def training(
         held = gradients(cfg, layout, done, accumulates) + item * root.whole
         # Kept weights are freed in the last micro-batch only; the one before it needs more.
         whole = gathered(root, *regions[first_kept : None if accumulates else i])
+        # FSDP2 copies weights out of the buffer of their gather, where layers find them. Then it frees the buffer.
+        copies = {
+            "gradients": held + reducing(reduced, done + queue),
+            "gathered weights": whole + gathered(unit, unit) * (i < first_kept),
+            "activations": saved,
+        }
         if 0 < i <= first_kept and layout.shards > 1:
             whole += regions[i - 1].gathered  # the buffer of the gather that runs ahead
         backward = {
@@ -94,6 +100,7 @@ def training(
         }
         done.insert(0, unit)
         instants += [
+            Instant(f"weights of region {i + 1}", copies),
             Instant(f"backward of region {i + 1}", backward),
             Instant(f"reduction of region {i + 1}", reduction),
         ]
