@@ -28,12 +28,11 @@ from flux_ref.ranks import World
 from flux_ref.step import NEVER, Health
 from flux_ref.step_runner import State, StepRunner
 
-
 PICTURES = "pictures.jsonl"
 
 
 class Reporter:
-    """Terminal, metrics.jsonl, eval.jsonl, pictures.jsonl, loss.png, outcome.json and TensorBoard's curves of one run."""
+    """Terminal, loss.png, outcome.json, TensorBoard's curves and the .jsonl files of one run."""
 
     def __init__(self, cfg: Config, world: World, write: Callable[[str], None]):
         """write: adds a line to the result file."""

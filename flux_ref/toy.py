@@ -133,6 +133,7 @@ def encode_caption(caption: str, model: ModelConfig) -> dict[str, np.ndarray]:
     tokens = model.text_tokens
     padded = (words(caption) + [""] * tokens)[:tokens]
     import os
+
     V = os.environ.get("VARIANT", "plain")
     vector = _near_vector if "tri" in V else _word_vector
     states = np.stack([vector(word, model.t5_dim) for word in padded])

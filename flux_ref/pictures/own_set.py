@@ -84,9 +84,9 @@ def make(folder: Path, root: Path, names: list[str], model: ModelConfig, made_fr
         _show(examples, place / "codec.png")
     total = counts.total()
     print(
-        f"{folder}: {counts['train']:,} pictures to train on and {counts['val']:,} held out; {len(rejected):,} rejected,"
-        f" see {folder}/rejected.tsv\nthe toy codec changes a colour by {lost / total:.1f} of 255 on average; it is what"
-        f" the model sees: {folder}/codec.png"
+        f"{folder}: {counts['train']:,} pictures to train on and {counts['val']:,} held out;"
+        f" {len(rejected):,} rejected, see {folder}/rejected.tsv\n"
+        f"the toy codec changes a colour by {lost / total:.1f} of 255 on average; {folder}/codec.png shows it"
     )
 
 

@@ -149,7 +149,7 @@ HARMLESS = (
     "train.timestep_mean = 0.5",
     "parallel.activation_budget = 0.5",
     'parallel.recompute = "block"\nparallel.compile = true',
-    SHAPES + 'data.val_count = 1\nsample.vae = "x"',
+    TOY + 'data.val_count = 1\nsample.vae = "x"',
 )
 
 

@@ -27,9 +27,9 @@ from PIL import Image
 from flux_ref import config_file, shards, tensors, weights
 from flux_ref.config import KEYS
 from flux_ref.errors import Fault, Refusal
-from flux_ref.shards import BadSample
 from flux_ref.pictures import captioned as pictures
 from flux_ref.pictures.captioned import Rejected
+from flux_ref.shards import BadSample
 from tools.report import result_log, score
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,10 +15,10 @@ from test_pictures import drawn, pixels, saved, write_tar
 from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5EncoderModel
 
 from flux_ref import config_file, shards
+from flux_ref.pictures.captioned import Picture
 from flux_ref.pictures.encoders import Encoders, load_autoencoder
 from tools.prepare import commands as prepare
 from tools.prepare import images
-from flux_ref.pictures.captioned import Picture
 
 HEIGHT, WIDTH = 32, 48  # the micro model's
 TOKENS = config_file.load(MICRO).model.text_tokens

@@ -1,0 +1,156 @@
+"""The toy data set of a folder of pictures: each picture is in it or on its list, once, and a change is told."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import own_pictures
+import pytest
+from conftest import MICRO, ROOT, called, refusal
+from PIL import Image
+from run_files import contents
+
+from flux_ref import config_file, shards, toy
+from flux_ref.pictures import captioned, judge, own_set
+
+SIZES = ["--model.latent_height=8", "--model.latent_width=8"]
+MODEL = config_file.load(MICRO, SIZES).model
+
+
+def overrides(pictures: Path, folder: Path) -> list[str]:
+    """The micro config on a folder of pictures."""
+    own = [f"--data.pictures={pictures}", f"--data.train={folder}/train", f"--data.val={folder}/val"]
+    return [*own, *SIZES, "--data.train_count=0", "--data.val_count=0"]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """Every third picture of own_pictures, and files that are no good pictures. Tests must not change it."""
+    every, folder = tmp_path_factory.mktemp("all") / "pictures", tmp_path_factory.mktemp("some")
+    own_pictures.draw(every)
+    rows = (every / "metadata.jsonl").read_text().splitlines()[::3]
+    for row in rows:
+        shutil.copy(every / json.loads(row)["file_name"], folder)
+    whole = next(folder.glob("*.png")).read_bytes()
+    bad = {"cut.png": whole[:100], "empty.png": b"", "text.png": b"text", "plain.bmp": b"BM", "alone.png": whole}
+    for name, content in bad.items():
+        (folder / name).write_bytes(content)
+    rows += [json.dumps({"file_name": name, "text": "a thing"}) for name in bad if name != "alone.png"]
+    (folder / "metadata.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+def stored(folder: Path, split: str) -> list[tuple[shards.Meta, shards.Arrays]]:
+    samples = shards.ShardSet(folder / split, shards.layout(MODEL))
+    samples.open()
+    found = []
+    for i in range(len(samples)):
+        arrays = samples.layout.arrays()
+        found.append((samples.read(i, arrays), arrays))
+    return found
+
+
+def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
+    cfg = config_file.load(MICRO, overrides(pictures, tmp_path / "set"))
+    toy.ensure(cfg)
+    train, val = (stored(tmp_path / "set", split) for split in ("train", "val"))
+    rejected = dict(row.split("\t") for row in (tmp_path / "set" / "rejected.tsv").read_text().splitlines()[1:])
+    assert rejected == {
+        "cut.png": "damaged picture",
+        "empty.png": "not a picture",
+        "text.png": "not a picture",
+        "plain.bmp": "unsupported type",
+        "alone.png": "not in metadata.jsonl",
+    }
+    assert len(train) + len(val) == 160 and 8 <= len(val) <= 25
+    assert [meta.timestep for meta, _ in val] == [i % 8 for i in range(len(val))]
+    assert {meta.timestep for meta, _ in train} == {None}
+    rows = [json.loads(row) for row in (pictures / "metadata.jsonl").read_text().splitlines()]
+    good = {row["text"]: row["file_name"] for row in rows if row["file_name"] not in rejected}
+    assert Counter(meta.caption for meta, _ in train + val) == Counter([*good])
+    for meta, members in (*train[:3], *val[:3]):
+        assert captioned.is_held_out(good[meta.caption], own_set.VAL_SHARE) == (meta.timestep is not None)
+        picture = np.asarray(Image.open(pictures / good[meta.caption]), np.float32).transpose(2, 0, 1) / 127.5 - 1
+        wanted = toy.encode_caption(meta.caption, MODEL) | {"mean": toy.encode(picture)}
+        assert all((members[name] == shards.to_bf16_bits(values)).all() for name, values in wanted.items())
+    shown = capsys.readouterr().out
+    assert f"{len(train)} pictures to train on and {len(val)} held out; 5 rejected" in shown
+    assert "toy codec changes a colour by" in shown and (tmp_path / "set" / "codec.png").is_file()
+
+
+def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path):
+    own = tmp_path / "pictures"
+    shutil.copytree(pictures, own)
+    cfg = config_file.load(MICRO, overrides(own, tmp_path / "set"))
+    toy.ensure(cfg)
+    before = contents(tmp_path)
+    toy.ensure(cfg)
+    assert contents(tmp_path) == before
+    first = next(own.glob("*.png"))
+    moment = first.stat().st_mtime_ns
+    toy.ensure(config_file.replace(cfg, data__pictures=str(tmp_path / "." / "pictures")))
+    os.utime(first, ns=(moment, moment + 1))
+    words = f"{tmp_path / 'set'} was made from something else than {own} holds now; remove"
+    assert words in refusal(lambda: toy.ensure(cfg))
+    os.utime(first, ns=(moment, moment))
+    toy.ensure(cfg)
+    (own / "more.txt").touch()
+    assert words in refusal(lambda: toy.ensure(cfg))
+    (own / "more.txt").unlink()
+    (tmp_path / "set" / own_set.MADE_FROM).unlink()  # as in a set of drawings
+    assert words in refusal(lambda: toy.ensure(cfg))
+    missing = config_file.replace(cfg, data__pictures=str(tmp_path / "none"))
+    assert "is no folder" in refusal(lambda: toy.ensure(missing))
+    for path in [*own.glob("*.png")][20:]:
+        path.unlink()
+    few = config_file.replace(cfg, data__train=str(tmp_path / "few" / "train"))
+    assert "at least 8 must be held out" in refusal(lambda: toy.ensure(few))
+    assert not list(tmp_path.glob("*few*"))
+
+
+def test_one_command_trains_and_draws_a_folder(pictures, tmp_path, capsys):
+    """And eval.py tells which words of a prompt are new."""
+    run = tmp_path / "run"
+    options = [*overrides(pictures, tmp_path / "set"), f"--run.dir={run}", "--sample.count=2", "--sample.steps=2"]
+    assert called("train.py", str(MICRO), *options) == 0
+    assert (run / "samples" / "000000060.png").is_file() and not (run / "pictures.jsonl").exists()
+    assert called("eval.py", str(run), "--draw-only", "--prompt", "A teal ring, above a purple bar") == 0
+    assert "no training caption has: purple" in capsys.readouterr().out
+    capsys.readouterr()
+    assert called("train.py", str(MICRO), *options[1:], "--train.max_samples=72", "--data.pictures=") == 2
+
+
+def test_the_judge_tells_what_a_picture_shows():
+    everything = toy.all_drawings()
+    pictures = [toy.render(drawing, 64, 64, toy.JITTER, -toy.JITTER) for drawing in everything]
+    captions = [drawing.caption for drawing in everything]
+    assert judge.wrong(pictures, captions) == {}, "as data sets have them"
+    others = captions[1:] + captions[:1]
+    assert judge.wrong(pictures, others) == dict(zip(others, captions))
+    noise = np.random.default_rng(0).standard_normal((3, 64, 64)).clip(-1, 1)
+    drawing = toy.held_out()[0]
+    far = toy.render(drawing, 64, 64, dx=0.3)
+    for picture in (noise, far):
+        assert len(judge.wrong([picture] * 180, captions)) >= 179, "at most one caption by chance"
+        assert drawing.caption in judge.wrong([picture], [drawing.caption])
+
+
+FIRST_LINES = {  # options: what train.py says before it imports torch
+    "": "flux_ref trains configs/tiny.toml; data: data/shapes/train; the run's files: runs/tiny\n",
+    "--run.dir=elsewhere": "flux_ref trains configs/tiny.toml; data: data/shapes/train; the run's files: elsewhere\n",
+    "--no.key=1": "",
+    "--help": "",
+}
+
+
+def test_the_first_line_comes_before_torch():
+    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('train.py', run_name='__main__')"
+    for options, line in FIRST_LINES.items():
+        command = [sys.executable, "-c", code, *options.split()]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.stdout == line and "torch" in done.stderr, options
