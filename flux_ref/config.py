@@ -150,6 +150,7 @@ class OptimConfig:
 
     lr: float = key(2e-4, "learning rate after the warm-up")
     warmup_steps: int = key(1600, "steps of the linear warm-up")
+    decay_steps: int = key(0, "step at which the rate has fallen linearly to lr / 10; 0: it stays lr", closed=REFERENCE)
     beta1: float = key(0.9, "decay of the first moment", most=0.999999999, closed=CHECKER)
     beta2: float = key(0.95, "decay of the second moment", most=0.999999999, closed=CHECKER)
     eps: float = key(1e-8, "added to the root of the second moment, in fp32", closed=CHECKER)

@@ -5,7 +5,7 @@ The benchmark's clock is `samples`, the training samples that all ranks have con
 
 from math import ceil
 
-from flux_ref.config import Config
+from flux_ref.config import Config, OptimConfig
 
 TIMESTEPS = 8  # spec: validation walks t = 0/8 .. 7/8 (mlcommons/training, text_to_image)
 
@@ -33,12 +33,14 @@ def logs(samples: int, cfg: Config) -> bool:
     return is_due or evaluates(samples, cfg) or samples >= cfg.train.max_samples
 
 
-def lr(step: int, peak: float, warmup_steps: int) -> float:
-    """Learning rate of step `step` (the first is 0): linear to `peak` over warmup_steps, then constant.
+def lr(step: int, optim: OptimConfig) -> float:
+    """Learning rate of step `step` (the first is 0): linear to the peak over warmup_steps, then constant.
 
+    With decay_steps it also falls linearly, to a tenth at that step, and is constant from there.
     spec: the first step has peak / warmup_steps, not 0.
     """
-    return peak * min(1.0, (step + 1) / max(1, warmup_steps))
+    fallen = 0.9 * min(1.0, step / optim.decay_steps) if optim.decay_steps else 0.0
+    return optim.lr * min(1.0, (step + 1) / max(1, optim.warmup_steps)) * (1.0 - fallen)
 
 
 def validation_time(timestep: int) -> float:

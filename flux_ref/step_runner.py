@@ -86,7 +86,7 @@ class StepRunner(Validator):
     def step(self) -> tuple[Tensor, Tensor]:
         """One training step on `train_batch`: learning rate, `train`, clock. Returns what `train` returns."""
         state = self.state
-        state.opt.lr.fill_(schedule.lr(state.step, self.cfg.optim.lr, self.cfg.optim.warmup_steps))
+        state.opt.lr.fill_(schedule.lr(state.step, self.cfg.optim))
         self.train()
         state.advance(self.cfg.train.global_batch)
         return self.loss, self.grad_norm

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flux_ref import rng, schedule
-from flux_ref.config import TrainConfig
+from flux_ref.config import OptimConfig, TrainConfig
 from flux_ref.precision.blocks import philox
 from tools.golden.files import FOLDER, Golden
 
@@ -146,10 +146,13 @@ def test_a_part_of_the_initial_values_is_the_same_whoever_draws_it():
             assert np.array_equal(rng.start_values(3, "some", kind, 0.3, start, count), whole[start : start + count])
 
 
-def test_lr_is_linear_then_constant():
+def test_lr_is_linear_then_constant_or_falls_to_a_tenth():
     for warmup in (0, 1600):
-        want = [2e-4 * min(1, (step + 1) / max(1, warmup)) for step in range(2000)]
-        assert [schedule.lr(step, 2e-4, warmup) for step in range(2000)] == pytest.approx(want)
+        want = np.array([2e-4 * min(1, (step + 1) / max(1, warmup)) for step in range(2000)])
+        assert [schedule.lr(step, OptimConfig(2e-4, warmup)) for step in range(2000)] == pytest.approx(want)
+        falling = OptimConfig(2e-4, warmup, decay_steps=1000)
+        want *= np.interp(range(2000), (0, 1000), (1, 0.1))
+        assert [schedule.lr(step, falling) for step in range(2000)] == pytest.approx(want)
 
 
 def test_evaluations_are_due_every_ceil_steps():

@@ -33,7 +33,7 @@ def plain_training(cfg: config.Config) -> dict:
         loss = flow.losses(net, next(feed).tensors, torch.float32).mean()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), optim.clip_norm)))
-        adamw.param_groups[0]["lr"] = schedule.lr(step, optim.lr, optim.warmup_steps)
+        adamw.param_groups[0]["lr"] = schedule.lr(step, optim)
         adamw.step()
         adamw.zero_grad()
         losses.append(loss.item())

@@ -104,7 +104,7 @@ def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
     gathers = []  # of each step
     for _ in range(STEPS):
         copy_next(feed, batch)
-        state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
+        state.opt.lr.fill_(schedule.lr(state.step, cfg.optim))
         with CommDebugMode() as calls:
             loss, norm = train_step(state.net, state.opt, batch, health, cfg)
         gathers.append(sum(count for call, count in calls.get_comm_counts().items() if "gather" in str(call)))

@@ -7,7 +7,7 @@ import torch
 
 from flux_ref import model, rng, schedule
 from flux_ref.benchmark.closed import TRAIN_SAMPLES
-from flux_ref.config import Config
+from flux_ref.config import Config, OptimConfig
 from tools.golden import places
 from tools.golden.files import Values
 
@@ -62,7 +62,8 @@ def draws(cfg: Config) -> Values:
     values["draws.val_noise"] = noise
 
     about = places.inputs_of("schedule.lr")
-    rates = [schedule.lr(number, about["peak"], about["warmup_steps"]) for number in about["steps"]]
+    optim = OptimConfig(lr=about["peak"], warmup_steps=about["warmup_steps"])
+    rates = [schedule.lr(number, optim) for number in about["steps"]]
     values["schedule.lr"] = np.array(rates, np.float32)
     return values
 

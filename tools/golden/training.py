@@ -113,7 +113,7 @@ def training(cfg: Config, world: World, given: Values) -> Recorded:
         else:
             values[f"{place}.losses"] = losses_of(cfg, local(state.net), batch)
 
-        state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim.lr, cfg.optim.warmup_steps))
+        state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim))
         loss, norm = step.train_step(state.net, state.opt, batch, Health(CPU), cfg)
 
         values[f"{place}.loss"] = loss
