@@ -6,7 +6,7 @@
 
 All files of a run lie in runs/<config name>, or in --run.dir=DIR. The same command continues an interrupted run.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it; stopped by a signal, 128 + its number: 130 for Ctrl-C. Ctrl-C,
-SIGTERM, SIGUSR1, SIGHUP and SIGQUIT save a checkpoint.
+SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, SIGHUP and SIGQUIT save a checkpoint.
 """
 
 import contextlib

@@ -45,7 +45,7 @@ def folder_of(run: Path) -> Path:
 
 def list_checkpoints(run: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
-    return sorted(path for path in folder_of(run).glob("step_*") if NAME.fullmatch(path.name))
+    return [path for path in files.matching(folder_of(run), "step_*") if NAME.fullmatch(path.name)]
 
 
 def step_of(checkpoint: Path) -> int:
@@ -59,7 +59,7 @@ def prune(run: Path, keep: int) -> None:
     """
     for path in list_checkpoints(run)[:-keep]:
         path.rename(path.with_name(f".{path.name}.deleted"))
-    for path in folder_of(run).glob(".step_*"):
+    for path in files.matching(folder_of(run), ".step_*"):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flux_ref.config import KEYS, Config, flat, rank_batch, run_dir
-from flux_ref.errors import Refusal, shown
-from flux_ref.files import read_text
+from flux_ref.errors import Refusal, printable, shown
+from flux_ref.files import decode, read_text
 
 
 def load(path: str | Path, overrides: Collection[str] = ()) -> Config:
@@ -35,7 +35,7 @@ def load(path: str | Path, overrides: Collection[str] = ()) -> Config:
             values |= {f"{section}.{name}": value for name, value in part.items()}
         else:
             values[section] = part
-    return from_flat(path.stem, values | parsed(overrides))
+    return from_flat(printable(path.stem), values | parsed(overrides))
 
 
 def replace(cfg: Config, **values: object) -> Config:
@@ -49,13 +49,20 @@ def from_flat(name: str, values: dict[str, Any]) -> Config:
     for key, value in values.items():
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, n=1)
-            raise Refusal(f"unknown key {key}; {f'did you mean {near[0]}?' if near else '--help lists all keys'}")
+            remedy = f"did you mean {near[0]}?" if near else "--help lists all keys"
+            if isinstance(value, dict):
+                remedy = "a [table] takes all keys below it; write keys with a dot above the tables"
+            raise Refusal(f"unknown key {key}; {remedy}")
         known = KEYS[key]
         try:
             value = _typed(value, known.type)
         except (TypeError, ValueError):
             default = toml_text(known.default)
             raise Refusal(f"{key}={shown(value)} has the wrong type; default {default}: {known.meaning}") from None
+        try:
+            decode(str(value).encode())
+        except ValueError:
+            raise Refusal(f"{key}={shown(value)} is no text of UTF-8 without NULs; give another value") from None
         section, field = key.split(".")
         part = dataclasses.replace(getattr(cfg, section), **{field: value})
         cfg = dataclasses.replace(cfg, **{section: part})

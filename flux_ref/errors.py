@@ -83,11 +83,12 @@ def run(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
             return code
         except (Exception, KeyboardInterrupt) as error:
             stop = in_words(error)
-            if stop is None:
-                traceback.print_exc()  # a defect of flux_ref
-                return Fault.exit_code
-            complain(name, stop)
-            return stop.exit_code
+            with suppress(OSError):  # standard error may be what is full
+                if stop:
+                    complain(name, stop)
+                else:
+                    traceback.print_exc()  # a defect of flux_ref
+            return (stop or Fault).exit_code
 
 
 def leave(code: int) -> NoReturn:
@@ -96,7 +97,7 @@ def leave(code: int) -> NoReturn:
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
-            stream.flush()
+            Terminal(stream).flush()
     os._exit(code)
 
 
@@ -133,10 +134,14 @@ def complain(name: str, stop: Stop) -> None:
 
 
 class Terminal:
-    """A stream whose reader may go away, as `| tee` does at Ctrl-C. What follows is then written nowhere."""
+    """A stream whose reader may go away, as `| tee` does at Ctrl-C. What follows is then written nowhere.
+
+    stream: None is one that was closed at the start. Letters that its encoding lacks are written as in \\xe9.
+    """
 
     def __init__(self, stream: Any):
-        self.stream = stream
+        self.stream = stream or open(os.devnull, "w")
+        self.stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
@@ -154,6 +159,7 @@ class Terminal:
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
             if not isinstance(error, BrokenPipeError):
+                error.filename = self.stream.name
                 raise
 
 

@@ -14,7 +14,9 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import NoReturn
 
 from flux_ref.errors import Refusal
 
@@ -48,6 +50,22 @@ def decode(content: bytes) -> str:
     if "\0" in text:
         raise ValueError("it holds NULs, as UTF-16 without its mark would")
     return text
+
+
+def matching(folder: Path, pattern: str) -> list[Path]:
+    """What lies in a folder under names of a pattern, sorted; nothing if there is no folder.
+
+    Path.glob would leave out what it may not read. Raises: OSError.
+    """
+    try:
+        return sorted(folder / name for name in os.listdir(folder) if fnmatch(name, pattern))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def raised(error: OSError) -> NoReturn:
+    """For os.walk, which would leave out a folder that it may not read."""
+    raise error
 
 
 def read_json(path: Path, what: str) -> dict:

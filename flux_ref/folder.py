@@ -42,7 +42,7 @@ def held(cfg: Config, world: World, sizes: dict[str, int]) -> Iterator[Path | No
             if world.rank == 0:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(files.lock(folder.with_name(f".{folder.name}.lock"), str(folder)))
-                if any(folder.glob("[!.]*")) and not (folder / CONFIG).exists():
+                if files.matching(folder, "[!.]*") and not (folder / CONFIG).exists():
                     raise Refusal(f"{folder} holds files but no run; set run.dir to another folder")
                 if restarted or not cfg.run.overwrite:
                     saved = _checkpoint(cfg, folder, sizes)

@@ -217,7 +217,7 @@ def require_same(config: str) -> None:
     """Refuse to go on if a rank has another config."""
     texts = gather_objects(config)
     for rank, text in enumerate(texts):
-        if own := set(text.splitlines()) - set(texts[0].splitlines()):
+        if own := set(text.split("\n")) - set(texts[0].split("\n")):
             raise Refusal(f"config differs between ranks: unlike rank 0, rank {rank} has {min(own)}")
 
 

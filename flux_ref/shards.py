@@ -205,7 +205,7 @@ def paths_of(folder: Path) -> list[Path]:
     """The shards of a folder, in order. Raises: Refusal."""
     if not folder.is_dir():
         raise Refusal(f"data folder {folder} does not exist; set data.train, data.val or make it first")
-    if not (paths := sorted(folder.glob("[!.]*.tar"))):
+    if not (paths := files.matching(folder, "[!.]*.tar")):
         raise Refusal(f"data folder {folder} holds no *.tar shard; it may be the folder above the one you mean")
     return paths
 

@@ -16,6 +16,7 @@ from flux_ref import checkpoint, config_file, ranks, tensors
 from flux_ref.checkpoint import Checkpoint
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
+from flux_ref.files import matching
 from flux_ref.model import parameter_table
 from flux_ref.optim import EMA
 from flux_ref.sharding import ShardedFlux, local_rows, named_parameters
@@ -160,7 +161,7 @@ def find(path: Path) -> Path:
     """The checkpoint, file or folder of files that a user means by a path: of a run the newest. Raises: Refusal."""
     newest = checkpoint.list_checkpoints(path)[-1:]
     for place in (*newest, path / "transformer", path):  # the second: of FLUX.1-schnell's repository
-        if place.is_file() or is_checkpoint(place) or any(place.glob("*.safetensors")):
+        if place.is_file() or is_checkpoint(place) or matching(place, "*.safetensors"):
             return place
     raise Refusal(f"{path} does not exist, or holds no checkpoint and no safetensors; {REMEDY}")
 
@@ -199,7 +200,7 @@ def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Sourc
 
 
 def _of_files(path: Path, model: ModelConfig) -> Source:
-    files, shapes, metadata = headers([path] if path.is_file() else sorted(path.glob("*.safetensors")))
+    files, shapes, metadata = headers([path] if path.is_file() else matching(path, "*.safetensors"))
     table = parameter_table(model)
     parts = whole_parts(table)
     if any("transformer_blocks." in name for name in shapes):  # each of diffusers' files has some

@@ -60,7 +60,7 @@ for ((run = 0; run < ${NEXP:-1}; run++)); do
     say "run $run of ${NEXP:-1}, seed ${seeds[run]}: $log"
     torchrun --standalone --nproc-per-node "$gpus" --max-restarts 3 train.py "$config" "$@" \
       --run.dir="$results/run_$run" --train.seed="${seeds[run]}" >"$log" 2>&1 &
-    wait $! || die "run $run failed: $(grep -ao 'train.py: .*' "$log" | tail -n 1), see $log"
+    wait $! || die "run $run failed with exit code $?: $(grep -ao 'train.py: .*' "$log" | tail -n 1 | grep . || tail -n 1 "$log"), see $log"
   fi
   cp "$results/run_$run/result_0.txt" "$results/.result_$run.txt"
   mv "$results/.result_$run.txt" "$results/result_$run.txt"

@@ -27,7 +27,7 @@ from torchvision.transforms.v2 import functional as transforms
 from webdataset.tariterators import base_plus_ext
 
 from flux_ref.errors import Refusal, shown
-from flux_ref.files import decode, json_object, read_bytes, read_text
+from flux_ref.files import decode, json_object, raised, read_bytes, read_text
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
@@ -197,7 +197,7 @@ def _grouped(files: list[File]) -> Iterator[Picture]:
 def find(root: Path) -> list[str]:
     """The files below a folder by their paths in it, sorted. Linked folders are read, too; hidden names are not."""
     names = []
-    for folder, folders, own in os.walk(root, followlinks=True):
+    for folder, folders, own in os.walk(root, onerror=raised, followlinks=True):
         place = Path(folder)
         above = {parent.resolve() for parent in (place, *place.parents)}
         folders[:] = [name for name in folders if name[0] != "." and (place / name).resolve() not in above]
@@ -274,9 +274,11 @@ def _rows(path: Path, column: str) -> list[dict]:
     except (ValueError, csv.Error) as error:
         raise Refusal(f"{path}: {error}; mend it") from None
     columns = dict.fromkeys(name for row in rows for name in row)
+    if not columns:
+        raise Refusal(f"{path} has no row; give each picture a line of its own, in .jsonl one object")
     for absent in (FILE_NAME, column):
         if absent not in columns:
-            names = ", ".join(map(shown, list(columns)[:20])) or "none"
+            names = ", ".join(map(shown, list(columns)[:20]))
             raise Refusal(f"{path} has no column {absent!r}, only {names}; add it or give --caption-column NAME")
     return rows
 

@@ -70,7 +70,11 @@ def test_an_unknown_key_names_the_nearest(tmp_path):
     for wrong, near in nearest.items():
         assert both_ways(tmp_path, wrong, 1) == [f"unknown key {wrong}; did you mean {near}?"] * 2
     assert reply(tmp_path, "zzz = 1") == "unknown key zzz; --help lists all keys"
-    assert "unknown key optim.model" in reply(tmp_path, "[optim]\nlr = 1e-3\nmodel.hidden = 24")
+    swallowed = reply(tmp_path, "[optim]\nlr = 1e-3\nmodel.hidden = 24")
+    assert (
+        swallowed
+        == "unknown key optim.model; a [table] takes all keys below it; write keys with a dot above the tables"
+    )
 
 
 # What a single key may be
@@ -124,6 +128,13 @@ def test_a_value_lies_within_the_bounds_of_its_key_or_is_one_of_its_choices(tmp_
             for value in (*inside, *outside):
                 said = reply(tmp_path, f"{key} = {value}")
                 assert (f" must be {known.allowed}" in said) == (value in outside), (key, value, said)
+
+
+def test_text_that_no_file_could_hold_is_refused(tmp_path):
+    for key, known in KEYS.items():
+        if known.type is str:
+            assert "caf\\udce9' is no text of UTF-8" in reply(tmp_path, "", f"--{key}=caf\udce9"), key
+            assert "is no text of UTF-8 without NULs; give" in reply(tmp_path, f'{key} = "a\\u0000b"'), key
 
 
 # Combinations

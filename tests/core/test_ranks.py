@@ -2,6 +2,7 @@
 
 import os
 import resource
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from conftest import refusal
 
 from flux_ref import ranks
 from flux_ref.config import ParallelConfig
+from flux_ref.errors import printable
 from flux_ref.ranks import replica_count
 
 
@@ -106,6 +108,16 @@ def test_a_rank_may_open_as_many_files_as_the_system_allows(monkeypatch):
     assert found == [(resource.RLIMIT_NOFILE, (4096, 4096))]
 
 
+def test_the_store_is_at_a_name_or_at_an_address_of_either_kind(monkeypatch):
+    for host in ("localhost", "127.0.0.1", "::1"):  # torchrun takes the brackets off
+        with socket.create_server(("localhost", 0)) as server:
+            place = host, server.getsockname()[1]
+        for name, value in zip(ranks.TORCHRUN, (0, 1, 0, *place)):
+            monkeypatch.setenv(name, str(value))
+        assert ranks.start(ParallelConfig()).size == 1, host
+        ranks.stop()
+
+
 def test_waiting_for_a_copy_from_a_device_does_not_spin(monkeypatch):
     asked = []
     event = SimpleNamespace(record=lambda: None)
@@ -131,5 +143,5 @@ def test_values_travel_as_json_and_never_as_pickles():
 def test_a_text_that_differs_between_ranks_is_refused_with_its_line(monkeypatch):
     monkeypatch.setattr(ranks, "gather_objects", lambda text: [text, text, text.replace("b = 2", "b = 3")])
     assert ranks.require_same("a = 1") is None
-    words = "config differs between ranks: unlike rank 0, rank 2 has b = 3"
-    assert words == refusal(ranks.require_same, "a = 1\nb = 2")
+    words = "config differs between ranks: unlike rank 0, rank 2 has b = 3\\u2028"
+    assert words == printable(refusal(ranks.require_same, "a = 1\nb = 2\u2028"))

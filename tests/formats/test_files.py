@@ -1,16 +1,20 @@
 """Files, folders and lines appear whole or not at all; a lock ends with its process; records are told from damage."""
 
+import contextlib
 import errno
 import fcntl
+import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from flux_ref import files
+from flux_ref import checkpoint, files, shards, weights
 from flux_ref.errors import Refusal
-from flux_ref.files import append, lock, records, whole, write_whole
+from flux_ref.files import append, lock, matching, records, whole, write_whole
+from tools.prepare import mlcommons, pictures
 
 
 def test_a_file_or_folder_appears_whole_and_of_two_writers_the_last_wins(tmp_path):
@@ -46,6 +50,25 @@ def test_what_does_not_fit_names_the_file(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert path.read_text(encoding="utf-8").startswith("first\né\n") and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_may_not_be_read_is_never_taken_for_absent(tmp_path, monkeypatch):
+    """Else a run whose checkpoints cannot be read now would begin anew."""
+    (tmp_path / "step_1").touch()
+    assert matching(tmp_path, "[!.]*") == [tmp_path / "step_1"]
+    assert matching(tmp_path / "none", "*") == matching(tmp_path / "step_1", "*") == []
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
+    readers = (checkpoint.list_checkpoints, weights.find, shards.paths_of, mlcommons.arrow_files, pictures.find)
+    taken = []
+    for reader in readers:
+        with contextlib.suppress(PermissionError):
+            taken.append((reader, reader(tmp_path)))
+    assert taken == []
 
 
 def test_a_lock_has_one_holder_and_ends_with_its_process(tmp_path):

@@ -95,6 +95,12 @@ def test_one_node_says_how_to_call_it_and_what_is_missing(tmp_path):
         found, said = ran("one_node.sh", *argv, PATH=str(tmp_path), RESULTS=f"{tmp_path}/results")
         assert found == code and words in said
     assert not (tmp_path / "results").exists()
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text("#!/bin/bash\necho unknown option\nexit 7")
+    torchrun.chmod(0o700)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RESULTS": f"{tmp_path}/results", "PREFLIGHT": "off"}
+    env["GPUS_PER_NODE"] = "1"
+    assert "run 0 failed with exit code 7: unknown option, see " in ran("one_node.sh", MICRO, **env)[1]
 
 
 @pytest.mark.slow

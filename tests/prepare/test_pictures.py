@@ -236,7 +236,7 @@ def test_lists_that_say_nothing_are_refused(tmp_path):
     pretty = '{\n"file_name": "a.png",\n"text": "x"\n}'
     cases = (  # files, words of the refusal
         ({"metadata.jsonl": "{}", "metadata.csv": ""}, "has metadata.csv and metadata.jsonl; keep"),
-        ({"metadata.jsonl": pretty}, "no column 'file_name', only none"),
+        ({"metadata.jsonl": pretty}, "metadata.jsonl has no row; give each picture a line of its own"),
         ({"metadata.csv": 'file_name,text\na.png,"x\nb.png,y\n'}, "unexpected end"),
         ({"metadata.csv": "file_name;text\na.png;x\n"}, "only 'file_name;text'; add it or give --caption-c"),
         ({"metadata.jsonl": "\udc80"}, "save it as UTF-8"),

@@ -183,7 +183,9 @@ def test_which_files_are_a_system(tmp_path, monkeypatch):
     for name, seed, batch in (("run_0", 0, 12), ("run_1", 1, 12), ("other", 0, 24)):
         folder = Path("runs", name)
         folder.mkdir(parents=True)
-        cfg = config_file.load(MICRO, [f"--run.dir={folder}", f"--train.seed={seed}", f"--train.global_batch={batch}"])
+        cfg = config_file.load(
+            MICRO, [f"--run.dir={name}\u2028{name}", f"--train.seed={seed}", f"--train.global_batch={batch}"]
+        )
         made_logs.ours(folder / "result_0.txt", cfg, (0.5,), (100, 10))
         (folder / "config.toml").write_text(config_file.dump(cfg))
         (folder / "environment.json").write_text('{"ranks": 2, "device": "cpu"}')

@@ -3,13 +3,16 @@
 import errno
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import MICRO, micro_run, rank_exit_code, script, the_line
+from conftest import MICRO, ROOT, micro_run, rank_exit_code, script, the_line
 from run_files import contents, lines
 from shard_damage import put_nan
 
@@ -193,8 +196,25 @@ def test_a_terminal_that_goes_away_ends_nothing_and_a_full_disk_is_told(capfd):
         print("lost, too", file=terminal, flush=True)
         assert terminal.fileno() == writer
     if os.path.exists("/dev/full"):
-        with open("/dev/full", "w") as full, pytest.raises(OSError, match="No space left"):
+        with open("/dev/full", "w") as full, pytest.raises(OSError, match=r"No space left.*: '/dev/full'"):
             print("lost", file=errors.Terminal(full), flush=True)
+
+
+def test_a_command_ends_with_its_code_whatever_becomes_of_what_it_says(tmp_path):
+    """Streams that are full, closed at the start, or of an encoding that lacks a letter."""
+    code = "import sys\nfrom flux_ref import errors\nfrom flux_ref.errors import Refusal\ndef task(argv):\n"
+    code += "    print('café')\n    if argv: raise Refusal('no é')\n    return 0\n"
+    code += "errors.leave(errors.run('x', task, sys.argv[1:]))"
+    for more, streams, want, said in (
+        ("", ">/dev/full", 3, "x: <stdout>: No space left on device; free or mend its disk, or give another path"),
+        ("", ">/dev/full 2>&1", 3, ""),
+        ("no", ">&-", 2, "x: no \\xe9"),
+        ("", ">&- 2>&-", 0, ""),
+        ("no", "2>&-", 2, "caf\\xe9"),
+    ):
+        shell = f"PYTHONIOENCODING=ascii {sys.executable} -c {shlex.quote(code)} {more} {streams}"
+        done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, (done.stdout + done.stderr).strip()) == (want, said), streams
 
 
 # Two ranks

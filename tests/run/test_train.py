@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from conftest import MICRO, called, data_overrides, micro_run, require_identical
 from PIL import Image
 from run_files import column, event, events, lines
 
-from flux_ref import config, config_file, shards
+from flux_ref import config, config_file
 from flux_ref.errors import Refusal
 from flux_ref.model import parameter_table
 from flux_ref.pictures import artist
@@ -128,13 +127,6 @@ def test_events_come_in_the_benchmarks_order(run, plain):
     times = [line["time_ms"] for line in found]
     assert times == sorted(times)
     assert events(plain)[0]["key"] == "init_start", "nothing was evicted"
-
-
-def test_a_system_without_posix_fadvise_trains_and_its_log_claims_no_eviction(run, monkeypatch, capsys):
-    monkeypatch.setattr(shards, "CAN_EVICT", False)
-    monkeypatch.delattr(os, "posix_fadvise")
-    assert events(run("--data.evict=true", "--train.max_samples=12"))[0]["key"] == "init_start"
-    assert "cannot drop the data set from its page cache" in capsys.readouterr().out
 
 
 def test_no_data_is_opened_before_run_start(run, shapes_dir, tmp_path):

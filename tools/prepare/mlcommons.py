@@ -17,6 +17,7 @@ import numpy as np
 
 from flux_ref import shards
 from flux_ref.errors import Refusal, one_line
+from flux_ref.files import matching
 from flux_ref.progress_bar import progress
 from flux_ref.schedule import TIMESTEPS
 from flux_ref.shards import Layout, Meta
@@ -36,7 +37,7 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 def arrow_files(source: Path) -> list[Path]:
     """The files of a folder, in order. Raises: Refusal if one is missing."""
-    paths = sorted(source.glob("data-*.arrow"))
+    paths = matching(source, "data-*.arrow")
     count = len(paths)
     names = [f"data-{number:05d}-of-{count:05d}.arrow" for number in range(count)]
     if not paths or [path.name for path in paths] != names:
