@@ -126,9 +126,7 @@ def srgb(image: Image.Image) -> Image.Image:
         ImageOps.exif_transpose(image, in_place=True)
     profile = image.info.get("icc_profile")
     if not profile and abs(image.info.get("gamma", SRGB_GAMMA) - SRGB_GAMMA) > 0.01:
-        notice(
-            "a PNG has a gAMA of its own and no colour profile; such pictures are taken for sRGB, without their gAMA"
-        )
+        notice("a PNG has a gAMA of its own, but no profile; such pictures are taken for sRGB, without their gAMA")
     if image.mode.startswith("I"):  # 16-bit grey, which Pillow would clip: its high byte, as Pillow takes of colours
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     opacity = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
