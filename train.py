@@ -144,7 +144,7 @@ def main(argv: list[str]) -> int:
                 report.bar.update(batch)
                 if schedule.logs(state.samples, cfg):
                     report.step(runner)
-                if saver and schedule.due(state.samples, cfg.checkpoint.every_samples, batch):
+                if saver and schedule.saves(state.samples, cfg):
                     report.require_healthy(runner.health)
                     saver.save(state)  # before the evaluation: a run that breaks off in an evaluation repeats it
                 alive.stop_point(f"the end of step {state.step}")  # raises Interrupted after a signal, on all ranks

@@ -139,7 +139,7 @@ class TrainConfig:
 class CheckpointConfig:
     save: bool = free(True, "save at the end, at the target and when a signal ends the run; false: never")
     every_samples: int = free(
-        0, "save also every so many samples, rounded up to whole steps; 0: only at the moments above"
+        0, "save also every so many samples, rounded up to whole steps; 0: before each evaluation"
     )
     keep: int = free(2, "keep the last so many checkpoints", least=1)
 

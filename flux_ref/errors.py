@@ -5,6 +5,7 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it, 128 + the number of a signa
 
 import argparse
 import errno
+import functools
 import os
 import re
 import signal
@@ -131,6 +132,13 @@ def complain(name: str, stop: Stop) -> None:
         return
     who = f"rank {os.environ['RANK']}: " if stop.alone and "RANK" in os.environ else ""
     print(one_line(f"{name}: {who}{stop}"), file=sys.stderr, flush=True)
+
+
+@functools.cache
+def notice(line: str) -> None:
+    """Tell once what is done otherwise than a user may think."""
+    if os.environ.get("RANK", "0") == "0":
+        print(one_line(line), file=sys.stderr, flush=True)
 
 
 class Terminal:

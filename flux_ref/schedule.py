@@ -27,6 +27,15 @@ def evaluates(samples: int, cfg: Config) -> bool:
     return cfg.data.val != "" and (is_periodic or is_first or samples >= cfg.train.max_samples)
 
 
+def saves(samples: int, cfg: Config) -> bool:
+    """Whether a checkpoint is due before the next step or evaluation.
+
+    Without an interval it comes before each evaluation, so that an evaluation that fails loses no step.
+    """
+    every = cfg.checkpoint.every_samples
+    return due(samples, every, cfg.train.global_batch) if every else evaluates(samples, cfg)
+
+
 def logs(samples: int, cfg: Config) -> bool:
     """Whether the training step that ended at `samples` has a record: at intervals, before evaluations, the last."""
     is_due = due(samples, cfg.train.log_every_samples, cfg.train.global_batch)

@@ -63,11 +63,11 @@ def crc32(path: Path) -> int:
 
 
 def require_fit(found: dict[str, tuple], want: dict[str, tuple], where: str | Path) -> None:
-    """Compare names and shapes of tensors. Raises: Refusal that lists what does not fit."""
-    misfits = [f"{name} is missing" for name in want if name not in found]
-    misfits += [f"{name} is too much" for name in found if name not in want]
-    misfits += [
-        f"{name} is {found[name]}, want {want[name]}" for name in want if found.get(name, want[name]) != want[name]
-    ]
-    if misfits:
-        raise Refusal(f"{where} does not fit in {len(misfits)} tensors: {'; '.join(misfits[:3])}")
+    """Compare names and shapes of tensors. Raises: Refusal with one example of each kind of what does not fit."""
+    kinds = (
+        [f"{name} is missing" for name in want if name not in found],
+        [f"{name} is too much" for name in found if name not in want],
+        [f"{name} is {found[name]}, want {want[name]}" for name in want if found.get(name, want[name]) != want[name]],
+    )
+    if examples := [misfits[0] for misfits in kinds if misfits]:
+        raise Refusal(f"{where} does not fit in {sum(map(len, kinds))} tensors: {'; '.join(examples)}")

@@ -1,12 +1,14 @@
 """A model's weights from the forms in which people keep them, read a few rows at a time.
 
 Parameters have the names of Black Forest Labs. diffusers splits the fused projections by rows and exchanges the halves
-of the head's modulation; the rest is renaming. Source: diffusers, FluxTransformer2DModel.
+of the head's modulation; the rest is renaming. Source: diffusers, FluxTransformer2DModel. ComfyUI sets a prefix before
+the names, and may keep weights in FP8, each with a scale. Source: ComfyUI, QUANTIZATION.md.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from flux_ref import checkpoint, config_file, ranks, tensors
 from flux_ref.checkpoint import Checkpoint
 from flux_ref.config import Config, ModelConfig
-from flux_ref.errors import Refusal
+from flux_ref.errors import Refusal, notice
 from flux_ref.files import matching
 from flux_ref.model import parameter_table
 from flux_ref.optim import EMA
@@ -24,6 +26,11 @@ from flux_ref.sharding import ShardedFlux, local_rows, named_parameters
 TRAINER = "flux_ref"  # under "trained_by" in the metadata of exported files
 REMEDY = "give a run, a checkpoint, a .safetensors file in BFL's layout or diffusers' transformer folder"
 Shapes = dict[str, tuple[int, ...]]
+# Of BFL and diffusers. What stands before one of these names stands before all names of the model.
+FIRST = ("img_in.weight", "x_embedder.weight")
+SCALES = ("scale_weight", "weight_scale")  # X.weight times X.weight_scale are the weights of X
+# For products in FP8; the weights do not need them.
+MARKS = ("scale_input", "input_scale", "scaled_fp8", "comfy_quant")
 
 # Names
 
@@ -145,9 +152,9 @@ class Source:
         for part in self.parts[name]:
             low = min(max(first - row, 0), part.rows)
             high = min(max(first + count - row, 0), part.rows)
-            pieces.append(self.stored(part.name, part.first + low, high - low))
+            pieces.append(self.stored(part.name, part.first + low, high - low).float())
             row += part.rows
-        values = torch.cat(pieces).float()
+        values = torch.cat(pieces)
         if not values.isfinite().all():
             raise Refusal(f"{self.where}: {name} holds NaN or infinite values; use another file")
         return values
@@ -201,24 +208,54 @@ def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Sourc
 
 def _of_files(path: Path, model: ModelConfig) -> Source:
     files, shapes, metadata = headers([path] if path.is_file() else matching(path, "*.safetensors"))
+    prefix, own = _own(shapes, path)
     table = parameter_table(model)
     parts = whole_parts(table)
-    if any("transformer_blocks." in name for name in shapes):  # each of diffusers' files has some
+    if any("transformer_blocks." in name for name in own):  # each of diffusers' files has some
         table = diffusers_table(model)
         parts = diffusers_parts(model)
-    tensors.require_fit(shapes, table, f"weights {path}")
+    scales = {f"{name.rpartition('.')[0]}.weight": name for name in own if name.endswith(SCALES)}
+    one = {name: own[name] if prod(own[name]) == 1 else () for name in scales.values()}  # a scale of blocks is refused
+    tensors.require_fit(own, table | one, f"weights {path}")
 
     def stored(name: str, first: int, count: int) -> Tensor:
-        return tensors.read_rows(files[name], name, first, count, "weights")
+        file = files[prefix + name]
+        rows = tensors.read_rows(file, prefix + name, first, count, "weights")
+        if not rows.is_floating_point():
+            raise Refusal(f"{file}: {name} is {rows.dtype}, want floating point; give weights that are not quantised")
+        if name in scales:
+            scale = prefix + scales[name]
+            with tensors.opened(files[scale], "weights") as content:
+                rows = rows.float() * content.get_tensor(scale).float()
+        return rows
 
     # Others write anything into metadata.
     return Source(path, stored, parts, metadata if metadata.get("trained_by") == TRAINER else {})
 
 
+def _own(shapes: Shapes, path: Path) -> tuple[str, Shapes]:
+    """What stands before the names of the model, and its tensors without it. A line tells what else there is."""
+    prefixes = {name.removesuffix(first) for name in shapes for first in FIRST if name.endswith(first)}
+    prefix = prefixes.pop() if len(prefixes) == 1 else ""
+    own = {}
+    aside = set()
+    for name, shape in shapes.items():
+        inner = name.removeprefix(prefix)
+        if not name.startswith(prefix):
+            aside.add(name.partition(".")[0])
+        elif inner.endswith(MARKS):
+            aside.add(inner.rpartition(".")[2])
+        else:
+            own[inner] = shape
+    if aside:
+        notice(f"weights {path}: left aside: {', '.join(sorted(aside))}")
+    return prefix, own
+
+
 def headers(paths: list[Path]) -> tuple[dict[str, Path], Shapes, dict[str, str]]:
     """The file and the shape of each tensor of safetensors files, and all their metadata.
 
-    Raises: Refusal for a file that is not a whole one.
+    Raises: Refusal for a file that is not a whole one, and for a tensor that two files hold.
     """
     files: dict[str, Path] = {}
     shapes: Shapes = {}
@@ -227,6 +264,8 @@ def headers(paths: list[Path]) -> tuple[dict[str, Path], Shapes, dict[str, str]]
         with tensors.opened(path, "weights") as file:
             metadata |= file.metadata() or {}
             for name in file.keys():  # noqa: SIM118
+                if name in files:  # such as variants of diffusers, in fp16 and fp32
+                    raise Refusal(f"{path} and {files[name].name} both hold {name}; give one file, or move the other")
                 files[name] = path
                 shapes[name] = tuple(file.get_slice(name).get_shape())
     return files, shapes, metadata

@@ -26,7 +26,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 from webdataset.tariterators import base_plus_ext
 
-from flux_ref.errors import Refusal, shown
+from flux_ref.errors import Refusal, notice, shown
 from flux_ref.files import decode, json_object, raised, read_bytes, read_text
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says
@@ -39,6 +39,7 @@ MIN_SIDE = 64  # pixels
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of decompression bombs
 MOST_BYTES = 2**28  # of a picture or a text
 SRGB = ImageCms.createProfile("sRGB")
+SRGB_GAMMA = 1 / 2.2  # as a PNG's gAMA tells it
 Content = bytes | Path  # of a file: what it holds, or where it is
 
 
@@ -94,6 +95,8 @@ def described(texts: dict[str, bytes]) -> str:
             caption = json.loads(texts.get(".json", b"{}")).get("caption") or ""
         caption = caption.strip()
         caption.encode()  # half of a surrogate pair, as JSON may hold it, is a ValueError
+        if "\0" in caption:
+            raise ValueError
     except (ValueError, AttributeError):
         raise Rejected("unreadable caption") from None
     if not any(c.isprintable() and not c.isspace() for c in caption):  # marks of byte order and joiners show nothing
@@ -132,16 +135,18 @@ def srgb(image: Image.Image) -> Image.Image:
     with contextlib.suppress(Exception):  # Pillow raises a dozen kinds; a picture is as good without its EXIF
         ImageOps.exif_transpose(image, in_place=True)
     profile = image.info.get("icc_profile")
+    if not profile and abs(image.info.get("gamma", SRGB_GAMMA) - SRGB_GAMMA) > 0.01:
+        notice("a PNG has a gAMA of its own, but no profile; such pictures are taken for sRGB, without their gAMA")
     if image.mode.startswith("I"):  # 16-bit grey, which Pillow would clip: its high byte, as Pillow takes of colours
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.has_transparency_data:
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-    if image.mode not in ("L", "CMYK"):
-        image = image.convert("RGB")
+    opacity = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
+    if image.mode != "CMYK":
+        image = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
     with contextlib.suppress(ImageCms.PyCMSError, OSError):  # a profile that is damaged or of another kind of picture
         own = ImageCms.ImageCmsProfile(io.BytesIO(profile or b""))
         image = ImageCms.profileToProfile(image, own, SRGB, outputMode="RGB") or image
-    return image.convert("RGB")
+    image = image.convert("RGB")
+    return Image.composite(image, Image.new("RGB", image.size, "white"), opacity) if opacity else image
 
 
 def cover(image: Image.Image, height: int, width: int) -> Tensor:

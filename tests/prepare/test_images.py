@@ -170,6 +170,15 @@ def test_too_few_pictures_are_refused_before_encoders_load(nets, tmp_path, capsy
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
 
 
+def test_too_few_samples_of_validation_are_told_at_the_end(nets, tmp_path, capsys):
+    """The set is made, as it serves a run without validation."""
+    source = lay_out(tmp_path / "in", count=8)
+    for out, said in (("8", "rejected.tsv\n"), ("7", "; validation needs 8, so train with --data.val= or make the")):
+        assert prepare.main(command(nets, source, tmp_path / out, 1)) == 0
+        assert f"0 training and {out} validation samples; " in (found := capsys.readouterr().out) and said in found
+        (source / "03.png").write_bytes(b"damaged")
+
+
 @pytest.mark.slow
 def test_two_ranks_make_the_same_bytes_as_one(nets, tmp_path):
     lay_out(tmp_path / "in", count=24)

@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from colour_profiles import INKS, LINEAR_GREY, PRIMARIES, coloured
 from conftest import refusal
-from PIL import Image, ImageCms
+from PIL import Image, ImageCms, PngImagePlugin
 from torchvision.transforms import InterpolationMode, v2
 
+from flux_ref import errors
 from flux_ref.pictures import captioned as pictures
 from flux_ref.pictures.captioned import SRGB, Rejected
 
@@ -86,6 +88,22 @@ def stored() -> Iterator[tuple[str, bytes, Image.Image, int]]:
     yield "profile of RGB on grey", saved(grey, icc_profile=ImageCms.ImageCmsProfile(SRGB).tobytes()), grey, 1
     yield "a profile of another kind", saved(square.convert("CMYK"), **jpeg, icc_profile=other_profile()), square, 8
     yield "no profile", saved(square, icc_profile=b"no profile"), square, 0
+    yield from profiled(square, jpeg)
+
+
+def profiled(square: Image.Image, jpeg: dict) -> Iterator[tuple[str, bytes, Image.Image, int]]:
+    """Pictures with colour profiles, as ImageCms alone converts what is stored."""
+    lossless = {"kind": "WEBP", "lossless": True}
+    cases = [
+        *((name, coloured(name), "RGB", options) for name in PRIMARIES for options in ({}, lossless)),
+        *(("linear grey", LINEAR_GREY, mode, {}) for mode in ("L", "LA")),
+        *(("inks", INKS, "CMYK", jpeg | {"quality": quality}) for quality in (100, 60)),
+    ]
+    for name, own, mode, options in cases:
+        file = saved(square.convert(mode), icc_profile=own, **options)
+        held = Image.open(io.BytesIO(file)).convert("L" if mode == "LA" else mode)
+        change = ImageCms.buildTransform(io.BytesIO(own), SRGB, held.mode, "RGB")
+        yield f"{name}, {mode}, {options}", file, ImageCms.applyTransform(held, change), 0
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -94,8 +112,23 @@ def test_pictures_of_all_forms_show_what_they_show_to_people():
     assert [
         (what, found) for what, file, shown, most in stored() if (found := distance(pixels(file), shown)) > most
     ] == []
+    for own, colour, srgb in (  # by the formulas of Display P3 and sRGB, of colours that are rounded in the file
+        (coloured("Display P3"), (95, 197, 81), (30, 200, 60)),
+        (LINEAR_GREY, 55, (128, 128, 128)),
+    ):
+        one = Image.new("L" if own == LINEAR_GREY else "RGB", (256, 256), colour)
+        assert distance(pixels(saved(one, icc_profile=own)), Image.new("RGB", one.size, srgb)) <= 2
     shown = drawn(120, 300).resize((48, 120), 3).crop((0, 44, 48, 76))
     assert distance(pixels(saved(drawn(120, 300)), 32, 48), shown) == 0, "a shape that is no square"
+
+
+def test_a_gamma_without_a_profile_is_left_aside_and_one_line_says_so(capsys):
+    errors.notice.cache_clear()
+    for gamma, lines in ((45_455, 0), (100_000, 1), (55_556, 0)):
+        chunk = PngImagePlugin.PngInfo()
+        chunk.add(b"gAMA", gamma.to_bytes(4))
+        assert distance(pixels(saved(drawn(256, 256), pnginfo=chunk)), drawn(256, 256)) == 0
+        assert capsys.readouterr().err.count("without their gAMA\n") == lines
 
 
 WHOLE = saved(drawn(300, 200))
@@ -135,7 +168,16 @@ TEXTS = {  # what a caption's files hold: the caption, or why it is rejected
     "no caption": [{}, {".json": b'{"width": 1}'}, *({".txt": text.encode()} for text in (" \n", "\ufeff", "\u200b"))],
     "unreadable caption": [
         *({".txt": text} for text in ("l'été".encode("latin-1"), "a cat".encode("utf-16-le"))),
-        *({".json": text} for text in (b"[1]", b'{"caption": 7}', b"{", b'{"caption": "\\ud83d"}')),
+        *(
+            {".json": text}
+            for text in (
+                b"[1]",
+                b'{"caption": 7}',
+                b"{",
+                b'{"caption": "\\ud83d"}',
+                b'{"caption": "a\\u0000"}',
+            )
+        ),
     ],
 }
 

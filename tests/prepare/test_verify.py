@@ -91,6 +91,7 @@ SLOW = [
     (value("logvar", 0x41F0), "logvar holds 30, want values from -100 to 20"),
     (say(8), "equally often, found [2, 1, 2, 2, 2, 2, 2, 2] and 1 others"),
     (say(None), "val: want timesteps 0 to 7 equally often"),
+    (lambda r: [path.unlink() for path in (r / "val").iterdir() if path.name[11] != "0"], "val: want timesteps 0 to 7"),
     (say(7), "equally often, found [2, 1, 2, 2, 2, 2, 2, 3] and 0 others"),
 ]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import MICRO, ROOT, micro_run, rank_exit_code, script, the_line
-from run_files import contents, lines
+from run_files import contents, lines, require_equal_runs, saved_steps
 from shard_damage import put_nan
 
 import train
@@ -97,6 +97,23 @@ def test_damage_that_opening_finds_is_refused_and_damage_on_the_way_stops_the_ru
             log = (dataset / "run" / "result_0.txt").read_text()
             assert '"run_stop"' in log and '"aborted"' in log and '"success"' not in log
             assert not (dataset / "run" / "outcome.json").exists()
+
+
+def test_validation_that_lacks_a_time_is_refused_before_the_first_step(attempt, tmp_path):
+    code, _, line = attempt(*micro_run(tmp_path / "new", tmp_path / "run"), "--data.val_count=7")
+    assert code == 2 and has_words(line, f"data.val={tmp_path}/new/val", "no sample of the timesteps {7}"), line
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_an_evaluation_that_fails_loses_no_step(attempt, shapes_dir, dataset, tmp_path):
+    """checkpoint.every_samples is 0 there."""
+    again = micro_run(dataset, tmp_path / "run")
+    put_nan(dataset, "val", int(rng.order(0, 0, CFG.data.val_count)[-1]))  # opening meets others
+    assert attempt(*again)[0] == 3 and saved_steps(tmp_path / "run") == [3]
+    shutil.copy(shapes_dir / "val" / "shard_000000.tar", dataset / "val")
+    assert attempt(*again)[0] == 0 and saved_steps(tmp_path / "run") == [3, 5]
+    assert attempt(*micro_run(shapes_dir, tmp_path / "calm"))[0] == 0
+    require_equal_runs(tmp_path / "run", tmp_path / "calm")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(attempt, shapes_dir, tmp_path):

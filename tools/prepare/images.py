@@ -138,7 +138,10 @@ def _finish(folder: Path, layout: shards.Layout) -> str:
     if len(val):
         shards.write(shards.shard_path(root / "val", 0), _in_turns(val))
     rejected = len(rows.splitlines())
-    return f"{len(train):,} training and {len(val):,} validation samples; {rejected:,} rejected, see rejected.tsv"
+    said = f"{len(train):,} training and {len(val):,} validation samples; {rejected:,} rejected, see rejected.tsv"
+    if 0 < len(val) < TIMESTEPS:
+        said += f"; validation needs {TIMESTEPS}, so train with --data.val= or make the set anew of more pictures"
+    return said
 
 
 def _stored(folder: Path, split: str, layout: shards.Layout) -> shards.ShardSet:

@@ -104,11 +104,11 @@ def same_keys(seen: list[tuple[Meta, str]]) -> Iterator[str]:
 
 
 def unequal_turns(folder: Path, seen: list[tuple[Meta, str]]) -> Iterator[str]:
-    """A problem if validation has not each timestep equally often, give or take one."""
+    """A problem if validation lacks a timestep, or has not each equally often, give or take one."""
     found = [meta.timestep for meta, _ in seen]
     turns = [found.count(k) for k in range(TIMESTEPS)]
     others = len(found) - sum(turns)
-    if others or max(turns) > min(turns) + 1:
+    if others or not min(turns) or max(turns) > min(turns) + 1:
         yield f"{folder}: want timesteps 0 to {TIMESTEPS - 1} equally often, found {turns} and {others} others"
 
 
