@@ -44,8 +44,10 @@ def folder_of(run: Path) -> Path:
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    return sorted(path for path in folder_of(run).glob("step_*") if NAME.fullmatch(path.name))
+    """The whole checkpoints of a run, oldest first. Raises: OSError for a folder that may not be read."""
+    folder = folder_of(run)
+    paths = folder.iterdir() if folder.exists() else ()  # glob would pass over a folder that may not be read
+    return sorted(path for path in paths if NAME.fullmatch(path.name))
 
 
 def step_of(checkpoint: Path) -> int:

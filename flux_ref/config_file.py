@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import os
 import textwrap
 import tomllib
 from collections.abc import Collection
@@ -72,7 +73,7 @@ def _typed(value: Any, kind: Any) -> Any:
         return float(value)
     if type(value) is not kind:
         raise TypeError
-    return value
+    return os.path.expanduser(value) if kind is str else value  # no shell does it in a file, nor after an equals sign
 
 
 def config_and_overrides(argv: list[str], default: str) -> tuple[str, list[str]]:

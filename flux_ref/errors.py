@@ -13,9 +13,10 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
-BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT)
 LINGER_S = 5.0  # torchrun ends all ranks when one ends; the rank that knows the reason must print it before
 
 
@@ -57,6 +58,7 @@ class Options(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str, **others):
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(prog, description=description, formatter_class=raw, allow_abbrev=False, **others)
+        self.register("type", Path, lambda text: Path(text).expanduser())  # shells leave --out=~/x as it is
 
     def error(self, message: str) -> NoReturn:
         raise Refusal(f"{message}; see --help")
@@ -94,7 +96,7 @@ def leave(code: int) -> NoReturn:
     """End the process at once: static destructors of a backend's threads can abort a finished run, and after a fault
     other ranks may wait in a collective.
     """
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError):
             stream.flush()
     os._exit(code)
@@ -133,10 +135,13 @@ def complain(name: str, stop: Stop) -> None:
 
 
 class Terminal:
-    """A stream whose reader may go away, as `| tee` does at Ctrl-C. What follows is then written nowhere."""
+    """A stream whose reader may go away, as `| tee` does at Ctrl-C. What follows is then written nowhere.
+
+    stream: None where it was closed at the start, as by `>&-`.
+    """
 
     def __init__(self, stream: Any):
-        self.stream = stream
+        self.stream = stream or open(os.devnull, "w")
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
@@ -153,7 +158,7 @@ class Terminal:
             do()
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-            if not isinstance(error, BrokenPipeError):
+            if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe and of a terminal
                 raise
 
 

@@ -26,7 +26,7 @@ from torchvision.transforms.v2 import functional as transforms
 from webdataset.tariterators import base_plus_ext
 
 from flux_ref.errors import Refusal, shown
-from flux_ref.files import decode, json_object, read_bytes, read_text
+from flux_ref.files import decode, json_object, read_bytes, read_text, refuse
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
@@ -56,10 +56,14 @@ class Picture:
 
     def load(self, height: int, width: int) -> tuple[Tensor, str]:
         """(pixels, caption); for the sizes see `pixels`. Raises: Rejected."""
+        caption = self.caption()
+        return pixels(_bytes(self.content, "file"), height, width), caption
+
+    def caption(self) -> str:
+        """Raises: Rejected."""
         if self.rejected:
             raise Rejected(self.rejected)
-        caption = described({suffix: _bytes(text, "caption") for suffix, text in self.texts.items()})
-        return pixels(_bytes(self.content, "file"), height, width), caption
+        return described({suffix: _bytes(text, "caption") for suffix, text in self.texts.items()})
 
 
 Part = Callable[[], Iterator[Picture]]  # some consecutive pictures; every call gives the same ones
@@ -185,9 +189,12 @@ def _grouped(files: list[File]) -> Iterator[Picture]:
 
 
 def find(root: Path) -> list[str]:
-    """The files below a folder by their paths in it, sorted. Linked folders are read, too; hidden names are not."""
+    """The files below a folder by their paths in it, sorted. Linked folders are read, too; hidden names are not.
+
+    Raises: OSError for a folder that may not be read.
+    """
     names = []
-    for folder, folders, own in os.walk(root, followlinks=True):
+    for folder, folders, own in os.walk(root, followlinks=True, onerror=refuse):
         place = Path(folder)
         above = {parent.resolve() for parent in (place, *place.parents)}
         folders[:] = [name for name in folders if name[0] != "." and (place / name).resolve() not in above]
@@ -200,15 +207,15 @@ def parts_of(root: Path, names: list[str], column: str, size: int) -> list[Part]
 
     names: as `find` gives them. column: that of the captions in metadata.jsonl or metadata.csv.
     """
-    listings = [name for name in names if name in LISTINGS]
+    listings = [name for name in names if os.path.basename(name) in LISTINGS]
     if len(listings) > 1:
-        raise Refusal(f"{root} has {' and '.join(listings)}; keep the one that describes the pictures")
+        raise Refusal(f"{root} has {' and '.join(listings[:3])}; keep the one that describes the pictures")
     parts: list[Part] = []
     groups: dict[str, list[File]] = defaultdict(list)
     for name in names:
         if name.lower().endswith(TARS):
             parts.append(partial(read_tar, root, name))
-        elif name not in LISTINGS:
+        elif name not in listings:
             key, suffix = os.path.splitext(name)
             groups[key].append(File(name, key, suffix.lower(), root / name))
     found = list(itertools.chain.from_iterable(map(_grouped, groups.values())))
@@ -234,7 +241,7 @@ def _listed(root: Path, listing: str, files: dict[str, Picture], column: str) ->
         if not isinstance(given, str):
             found.append(Picture(f"{listing}, row {number}", "unreadable row"))
             continue
-        name = os.path.normpath(given)
+        name = os.path.normpath(os.path.join(os.path.dirname(listing), given))
         names = alike[_plain(name)]
         if name not in names and len(names) == 1:
             name = names[0]
@@ -285,7 +292,7 @@ def _members(root: Path, tar: str) -> Iterator[File]:
     try:
         with tarfile.open(root / tar) as archive:
             for member in archive:
-                if not member.isdir():
+                if not member.isdir() and not os.path.basename(member.name).startswith("."):  # a Mac's files
                     yield _member(archive, member, tar)
             archive.fileobj.seek(archive.offset)
             end = archive.fileobj.read(2**20)

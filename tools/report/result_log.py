@@ -10,12 +10,12 @@ import os
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from mlperf_logging.compliance_checker import mlp_parser
 
 from flux_ref.errors import Refusal, printable
-from flux_ref.files import read_bytes, read_text
+from flux_ref.files import read_bytes, read_text, refuse
 
 MOST_BYTES = 2**30  # of a log
 
@@ -84,14 +84,9 @@ def find(arguments: list[Path]) -> list[tuple[str, list[Path]]]:
 def _below(folder: Path) -> list[Path]:
     """The result files below a folder. Those of run folders come before copies that were made for a submission."""
     found = []
-    for parent, folders, names in os.walk(folder, onerror=_refuse):
+    for parent, folders, names in os.walk(folder, onerror=refuse):  # it could hold a failed run
         found += [Path(parent, name) for name in (*folders, *names) if fnmatch(name, "result_*.txt")]
     return sorted(found, key=lambda path: (-len(path.parts), path))
-
-
-def _refuse(error: OSError) -> NoReturn:
-    """A folder that cannot be read could hold a failed run."""
-    raise error
 
 
 def _by_number(path: Path) -> tuple[int, str]:
