@@ -289,11 +289,14 @@ def read_tar(root: Path, tar: str) -> Iterator[Picture]:
 
 def _members(root: Path, tar: str) -> Iterator[File]:
     """Each member that is no folder. The last one stands for damage, if there is any."""
+    key = ""
     try:
         with tarfile.open(root / tar) as archive:
             for member in archive:
-                if not member.isdir() and not os.path.basename(member.name).startswith("."):  # a Mac's files
-                    yield _member(archive, member, tar)
+                if not member.isdir():
+                    file = _member(archive, member, tar, key)
+                    key = file.key
+                    yield file
             archive.fileobj.seek(archive.offset)
             end = archive.fileobj.read(2**20)
             if not end or any(end) or archive.fileobj.read(1):  # tarfile stops there without a word
@@ -302,10 +305,13 @@ def _members(root: Path, tar: str) -> Iterator[File]:
         yield File(tar, "", "", rejected="damaged archive: it has no end, or does not end there")
 
 
-def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, tar: str) -> File:
-    """A picture or text with what it holds or links to; another file without."""
+def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, tar: str, before: str) -> File:
+    """A picture or text with what it holds or links to; another file without.
+
+    before: the last member's key, which one without a key has, too. A Mac puts ._NAME before each file.
+    """
     base, extension = base_plus_ext(member.name)
-    place = (f"{tar}/{member.name}", f"{tar}/{base}", f".{extension or ''}".lower())
+    place = (f"{tar}/{member.name}", f"{tar}/{base}" if base else before, f".{extension or ''}".lower())
     if not member.name.lower().endswith(SUFFIXES + TEXTS):
         return File(*place)
     try:
