@@ -44,7 +44,7 @@ def folder_of(run: Path) -> Path:
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
+    """The whole checkpoints of a run, oldest first. Raises: OSError for a folder that may not be read."""
     return [path for path in files.matching(folder_of(run), "step_*") if NAME.fullmatch(path.name)]
 
 

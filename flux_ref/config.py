@@ -313,7 +313,7 @@ def micro_batch(cfg: Config, world_size: int) -> int:
 
 def run_dir(cfg: Config) -> Path:
     """The run's folder."""
-    return Path(cfg.run.dir or f"runs/{cfg.name}").expanduser()
+    return Path(cfg.run.dir or f"runs/{cfg.name}")
 
 
 def empty_dir(cfg: Config) -> Path:

@@ -80,7 +80,7 @@ def _typed(value: Any, kind: Any) -> Any:
         return float(value)
     if type(value) is not kind:
         raise TypeError
-    return value
+    return os.path.expanduser(value) if kind is str else value  # no shell does it in a file, nor after an equals sign
 
 
 def config_and_overrides(argv: list[str], default: str) -> tuple[str, list[str]]:

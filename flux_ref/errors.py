@@ -14,9 +14,10 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
-BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT)
 LINGER_S = 5.0  # torchrun ends all ranks when one ends; the rank that knows the reason must print it before
 
 
@@ -58,6 +59,7 @@ class Options(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str, **others):
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(prog, description=description, formatter_class=raw, allow_abbrev=False, **others)
+        self.register("type", Path, lambda text: Path(text).expanduser())  # shells leave --out=~/x as it is
 
     def error(self, message: str) -> NoReturn:
         raise Refusal(f"{message}; see --help")
@@ -96,7 +98,7 @@ def leave(code: int) -> NoReturn:
     """End the process at once: static destructors of a backend's threads can abort a finished run, and after a fault
     other ranks may wait in a collective.
     """
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError):
             Terminal(stream).flush()
     os._exit(code)
@@ -144,7 +146,8 @@ def notice(line: str) -> None:
 class Terminal:
     """A stream whose reader may go away, as `| tee` does at Ctrl-C. What follows is then written nowhere.
 
-    stream: None is one that was closed at the start. Letters that its encoding lacks are written as in \\xe9.
+    stream: None is one that was closed at the start, as by `>&-`. Letters that its encoding lacks are written as in
+    \\xe9.
     """
 
     def __init__(self, stream: Any):
@@ -166,7 +169,7 @@ class Terminal:
             do()
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-            if not isinstance(error, BrokenPipeError):
+            if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe and of a terminal
                 error.filename = self.stream.name
                 raise
 

@@ -6,6 +6,7 @@ such names.
 
 import codecs
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -126,6 +127,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # shares of Windows and some FUSE file systems sync no folder
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
@@ -160,7 +164,7 @@ def lock(path: Path, what: str) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)  # for writing, it would hold a disk busy
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks no file that is open for reading
             stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -19,7 +19,7 @@ from flux_ref.arithmetic import arithmetic_of
 from flux_ref.attention import attention_kernel
 from flux_ref.config import Config
 from flux_ref.environment import device_name, environment, peak_memory_gb
-from flux_ref.errors import Fault, Refusal, printable
+from flux_ref.errors import Fault, Refusal, one_line, printable
 from flux_ref.evaluate import Validation
 from flux_ref.files import append, records, write_records, write_whole
 from flux_ref.model import parameter_table
@@ -117,16 +117,24 @@ class Reporter:
         total = schedule.steps_for(self.cfg.train.max_samples, batch) * batch
         if warm_s:
             self.say(f"  time    {forecast(self.cfg, self.world.size, samples, val_count, warm_s)}")
-        with suppress(ImportError):
-            from torch.utils.tensorboard import SummaryWriter
-
-            if self.speaks:  # TensorBoard leaves out what an interrupted run has written after `samples`
-                self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=samples + 1, flush_secs=10)
+        if self.speaks and (writer := self._board_writer()):
+            # TensorBoard leaves out what an interrupted run has written after `samples`.
+            self.board = writer(str(self.folder / "tensorboard"), purge_step=samples + 1, flush_secs=10)
         self.bar = progress(total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks)
         # What the next record is measured from: time of a monotonic clock, samples, seconds of waiting for data
         self.since_s = time.perf_counter()
         self.since_samples = samples
         self.since_wait_s = 0.0
+
+    def _board_writer(self) -> Any:
+        """torch's SummaryWriter; None where TensorBoard is not installed, or is broken, which a line says."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except Exception as error:  # such as TypeError, where protobuf is of another age
+            if getattr(error, "name", None) != "tensorboard":
+                self.say(f"  curves  none, as TensorBoard cannot be imported: {one_line(error, 200)}")
+            return None
+        return SummaryWriter
 
     def step(self, runner: StepRunner) -> None:
         """Record the step that was just trained. Collective.

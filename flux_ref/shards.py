@@ -117,10 +117,11 @@ class Shard:
         self.file = self.path.open("rb", buffering=0)
 
     def read(self, position: int, arrays: Arrays) -> Meta:
-        """Read a sample into arrays. Raises: BadSample; they then hold anything."""
+        """Read a sample into arrays. Raises: BadSample, and they then hold anything; OSError, which names the shard."""
         try:
-            return self._parse(self._bytes(position), arrays)
-        except (OSError, ValueError) as error:
+            with files.naming(self.path):
+                return self._parse(self._bytes(position), arrays)
+        except ValueError as error:
             raise BadSample(f"{self.path}, sample {position}: {error}") from None
 
     def _bytes(self, position: int) -> bytes:
@@ -202,7 +203,7 @@ class ShardSet:
 
 
 def paths_of(folder: Path) -> list[Path]:
-    """The shards of a folder, in order. Raises: Refusal."""
+    """The shards of a folder, in order. Raises: Refusal; OSError for a folder that may not be read."""
     if not folder.is_dir():
         raise Refusal(f"data folder {folder} does not exist; set data.train, data.val or make it first")
     if not (paths := files.matching(folder, "[!.]*.tar")):

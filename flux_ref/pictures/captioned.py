@@ -58,10 +58,14 @@ class Picture:
 
     def load(self, height: int, width: int) -> tuple[Tensor, str]:
         """(pixels, caption); for the sizes see `pixels`. Raises: Rejected."""
+        caption = self.caption()
+        return pixels(_bytes(self.content, "file"), height, width), caption
+
+    def caption(self) -> str:
+        """Raises: Rejected."""
         if self.rejected:
             raise Rejected(self.rejected)
-        caption = described({suffix: _bytes(text, "caption") for suffix, text in self.texts.items()})
-        return pixels(_bytes(self.content, "file"), height, width), caption
+        return described({suffix: _bytes(text, "caption") for suffix, text in self.texts.items()})
 
 
 Part = Callable[[], Iterator[Picture]]  # some consecutive pictures; every call gives the same ones
@@ -200,7 +204,10 @@ def _grouped(files: list[File]) -> Iterator[Picture]:
 
 
 def find(root: Path) -> list[str]:
-    """The files below a folder by their paths in it, sorted. Linked folders are read, too; hidden names are not."""
+    """The files below a folder by their paths in it, sorted. Linked folders are read, too; hidden names are not.
+
+    Raises: OSError for a folder that may not be read.
+    """
     names = []
     for folder, folders, own in os.walk(root, onerror=raised, followlinks=True):
         place = Path(folder)
@@ -215,15 +222,15 @@ def parts_of(root: Path, names: list[str], column: str, size: int) -> list[Part]
 
     names: as `find` gives them. column: that of the captions in metadata.jsonl or metadata.csv.
     """
-    listings = [name for name in names if name in LISTINGS]
+    listings = [name for name in names if os.path.basename(name) in LISTINGS]
     if len(listings) > 1:
-        raise Refusal(f"{root} has {' and '.join(listings)}; keep the one that describes the pictures")
+        raise Refusal(f"{root} has {' and '.join(listings[:3])}; keep the one that describes the pictures")
     parts: list[Part] = []
     groups: dict[str, list[File]] = defaultdict(list)
     for name in names:
         if name.lower().endswith(TARS):
             parts.append(partial(read_tar, root, name))
-        elif name not in LISTINGS:
+        elif name not in listings:
             key, suffix = os.path.splitext(name)
             groups[key].append(File(name, key, suffix.lower(), root / name))
     found = list(itertools.chain.from_iterable(map(_grouped, groups.values())))
@@ -249,7 +256,7 @@ def _listed(root: Path, listing: str, files: dict[str, Picture], column: str) ->
         if not isinstance(given, str):
             found.append(Picture(f"{listing}, row {number}", "unreadable row"))
             continue
-        name = os.path.normpath(given)
+        name = os.path.normpath(os.path.join(os.path.dirname(listing), given))
         names = alike[_plain(name)]
         if name not in names and len(names) == 1:
             name = names[0]
@@ -299,11 +306,14 @@ def read_tar(root: Path, tar: str) -> Iterator[Picture]:
 
 def _members(root: Path, tar: str) -> Iterator[File]:
     """Each member that is no folder. The last one stands for damage, if there is any."""
+    key = ""
     try:
         with tarfile.open(root / tar) as archive:
             for member in archive:
                 if not member.isdir():
-                    yield _member(archive, member, tar)
+                    file = _member(archive, member, tar, key)
+                    key = file.key
+                    yield file
             archive.fileobj.seek(archive.offset)
             end = archive.fileobj.read(2**20)
             if not end or any(end) or archive.fileobj.read(1):  # tarfile stops there without a word
@@ -312,10 +322,13 @@ def _members(root: Path, tar: str) -> Iterator[File]:
         yield File(tar, "", "", rejected="damaged archive: it has no end, or does not end there")
 
 
-def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, tar: str) -> File:
-    """A picture or text with what it holds or links to; another file without."""
+def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, tar: str, before: str) -> File:
+    """A picture or text with what it holds or links to; another file without.
+
+    before: the last member's key, which one without a key has, too. A Mac puts ._NAME before each file.
+    """
     base, extension = base_plus_ext(member.name)
-    place = (f"{tar}/{member.name}", f"{tar}/{base}", f".{extension or ''}".lower())
+    place = (f"{tar}/{member.name}", f"{tar}/{base}" if base else before, f".{extension or ''}".lower())
     if not member.name.lower().endswith(SUFFIXES + TEXTS):
         return File(*place)
     try:

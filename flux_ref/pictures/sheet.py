@@ -33,7 +33,7 @@ def strip(folder: Path, rows: int) -> None:
 
     rows: of pixels of a picture.
     """
-    paths = sorted(folder.glob("[0-9]*.png"))
+    paths = sorted(path for path in folder.glob("*.png") if path.stem.isdecimal())  # people put others there
     step = max(rows, HEIGHT) + GAP
     width = STRIP_LEFT + Image.open(paths[-1]).width
     image = Image.new("RGB", (width, len(paths) * step + CAPTION_HEIGHT + GAP), "white")

@@ -12,7 +12,7 @@ from conftest import MICRO, ROOT
 
 from flux_ref import config, config_file
 from flux_ref.config import KEYS, Config
-from flux_ref.errors import Refusal
+from flux_ref.errors import Options, Refusal
 
 CONFIGS = [MICRO, *sorted((ROOT / "configs").glob("*.toml"))]
 AWKWARD = ['say "hi"', "back\\slash \\n", "tab\tline\nfeed", "übergroß 日本 😀", "#'=[]", "\x01\x1b", ""]
@@ -196,4 +196,13 @@ def test_a_file_is_toml_and_its_name_is_that_of_the_run(tmp_path):
     path.write_bytes("train.seed = 4".encode("utf-8-sig"))  # as editors of Windows write
     assert config_file.load(path).train.seed == 4
     assert config.run_dir(config_file.load(MICRO)) == Path("runs/micro")
-    assert config.run_dir(config_file.load(MICRO, ["--run.dir=~/x"])) == Path.home() / "x"
+
+
+def test_the_home_of_a_user_is_known_in_every_path(tmp_path, monkeypatch):
+    """Also where no shell expands ~: in a file, and after an equals sign."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cfg = loaded(tmp_path, 'data.train = "~/set/train"', "--run.dir=~/x", "--data.val=a~/b")
+    assert (cfg.data.train, cfg.run.dir, cfg.data.val) == (f"{tmp_path}/set/train", f"{tmp_path}/x", "a~/b")
+    parser = Options("x", "")
+    parser.add_subparsers().add_parser("y", description="").add_argument("--out", type=Path)
+    assert parser.parse_args(["y", "--out=~/z"]).out == tmp_path / "z"

@@ -5,8 +5,10 @@ import errno
 import fcntl
 import os
 import resource
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,32 @@ def test_where_there_are_no_locks_one_line_says_so(tmp_path, monkeypatch, capsys
     with lock(tmp_path / "lock", "it"):
         said = capsys.readouterr().err
         assert said.startswith(f"warning: {tmp_path}/lock cannot be locked (Function not implemented), so another job")
+
+
+def test_disks_of_networks_lock_files_and_sync_no_folder(tmp_path, monkeypatch, capsys):
+    """As flock on NFS, which wants a file that is open for writing, and fsync on shares of Windows."""
+
+    def nfs(descriptor: int, _: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+
+    def failing(kinds: Callable[[int], bool], number: int) -> Callable[[int], None]:
+        def fsync(descriptor: int) -> None:
+            if kinds(os.fstat(descriptor).st_mode):
+                raise OSError(number, "no sync")
+
+        return fsync
+
+    monkeypatch.setattr(fcntl, "flock", nfs)
+    with lock(tmp_path / "lock", "it"):
+        assert capsys.readouterr().err == ""
+    for number in (errno.EINVAL, errno.ENOTSUP):
+        monkeypatch.setattr(os, "fsync", failing(stat.S_ISDIR, number))
+        write_whole(tmp_path / "a.txt", "whole")
+    for kinds, number in ((stat.S_ISDIR, errno.EIO), (stat.S_ISREG, errno.EINVAL)):
+        monkeypatch.setattr(os, "fsync", failing(kinds, number))
+        with pytest.raises(OSError, match="no sync"):
+            write_whole(tmp_path / "a.txt", "lost")
 
 
 def test_a_damaged_record_is_refused_unless_it_is_the_half_line_of_a_killed_run(tmp_path):

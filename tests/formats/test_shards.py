@@ -1,5 +1,6 @@
 """Shards: what is written is read, by us and by others; whatever happened to the bytes is told."""
 
+import errno
 import io
 import json
 import os
@@ -7,6 +8,7 @@ import pickle
 import tarfile
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -165,6 +167,12 @@ def test_samples_of_another_model_are_refused_by_their_size_or_their_header(tmp_
 def complaint(folder: Path, index: int = 1, kind: type[Refusal] = BadSample) -> str:
     """What opening a set or reading one of its samples says."""
     return refusal(lambda: opened(folder).read(index, LAYOUT.arrays()), kind=kind)
+
+
+def test_a_disk_that_fails_is_no_damage_of_the_sample(folder, shard, monkeypatch):
+    monkeypatch.setattr(os, "pread", mock.Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+    with pytest.raises(OSError, match=f"Stale file handle: '{shard}'"):
+        opened(folder).read(1, LAYOUT.arrays())
 
 
 def test_damage_of_a_sample_is_noticed_and_named(folder, shard):

@@ -11,7 +11,7 @@ from conftest import MICRO, script, the_line
 from peer_net import relative_error
 from run_files import contents
 from shard_damage import LAYOUT, opened
-from test_pictures import drawn, pixels, saved, write_tar
+from test_pictures import drawn, pixels, put, saved, write_tar
 from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5EncoderModel
 
 from flux_ref import config_file, shards
@@ -161,10 +161,12 @@ def test_a_stopped_command_goes_on_with_the_parts_that_are_not_done(nets, tmp_pa
 
 def test_too_few_pictures_are_refused_before_encoders_load(nets, tmp_path, capsys):
     source = lay_out(tmp_path / "in", count=16)
+    silent = put(tmp_path / "in" / "silent", {f"{number}.png": b"" for number in range(9)})
     with failing(Encoders, "__init__", 1, AssertionError("the folder is looked at first")):
         for place, share, words in (
             (tmp_path / "absent", 0.0, "absent is no folder"),
             (source, 0.0001, "and 0 of validation, want at least 1 and 8"),
+            (silent, 0.0, "gives 0 samples of training and 0 of validation, want at least 1 and 0; 9 rejected: no cap"),
         ):
             assert words in refused(command(nets, place, tmp_path / "out", share), capsys)
     assert {path.name for path in tmp_path.iterdir()} == {"in"}

@@ -267,6 +267,17 @@ def test_each_row_and_each_file_is_a_sample_or_is_rejected_with_a_reason(tmp_pat
     ]
 
 
+def test_a_list_in_a_sub_folder_names_files_there_and_a_folder_that_may_not_be_read_is_told(tmp_path, monkeypatch):
+    """As in Hugging Face's FOLDER/train/metadata.jsonl."""
+    line = '{"file_name": "a.png", "text": "a cat"}'
+    put(tmp_path, {"train/metadata.jsonl": line, "train/a.png": PNG, "a.png": PNG})
+    assert outcome(tmp_path) == [("train/a.png", "= a cat"), ("a.png", "not in train/metadata.jsonl")]
+    real = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: real(path if "train" not in str(path) else "/locked"))
+    with pytest.raises(OSError, match="/locked"):
+        outcome(tmp_path)
+
+
 def test_a_name_in_a_list_fits_a_file_of_another_system_if_it_is_the_only_one(tmp_path):
     names = [unicodedata.normalize(form, "é.png") for form in ("NFC", "NFD")]
     rows = [json.dumps({"file_name": name, "text": name}) for name in (*names, "x\\..\\é.png")]
@@ -278,6 +289,7 @@ def test_lists_that_say_nothing_are_refused(tmp_path):
     pretty = '{\n"file_name": "a.png",\n"text": "x"\n}'
     cases = (  # files, words of the refusal
         ({"metadata.jsonl": "{}", "metadata.csv": ""}, "has metadata.csv and metadata.jsonl; keep"),
+        ({"train/metadata.csv": "", "test/metadata.csv": ""}, "has test/metadata.csv and train/metadata.csv; keep"),
         ({"metadata.jsonl": pretty}, "metadata.jsonl has no row; give each picture a line of its own"),
         ({"metadata.csv": 'file_name,text\na.png,"x\nb.png,y\n'}, "unexpected end"),
         ({"metadata.csv": "file_name;text\na.png;x\n"}, "only 'file_name;text'; add it or give --caption-c"),
@@ -313,7 +325,16 @@ def test_no_picture_of_a_tar_vanishes(tmp_path):
     nothing = "a link to nothing in its archive"
     members = [member for key in ("cat", "cat.2", "St. John", "St. Paul", "dog") for member in pair(key)]
     members += [("0.JPG", PNG), ("0.png", PNG), ("0.txt", CAT), ("9.txt", CAT), ("8.avif", b"x"), ("8.txt", CAT)]
-    members += [("1.png", b"old"), ("1.txt", b"old"), *pair("1"), ("._1.png", b"Mac"), ("7.png", PNG), ("7.cls", b"7")]
+    members += [
+        ("1.png", b"old"),
+        ("1.txt", b"old"),
+        ("1.png", PNG),
+        ("./._1.txt", b"Mac"),
+        ("1.txt", CAT),
+        ("._1.png", b"Mac"),
+        ("7.png", PNG),
+        ("7.cls", b"7"),
+    ]
     members += [("hard.png", "cat.png"), ("hard.txt", "cat.txt"), ("soft.png", "->dog.png"), ("soft.txt", CAT)]
     members += [("out.png", "->/etc/passwd"), ("out.txt", CAT), ("self.png", "->self.png"), *pair("../../up")]
     want = [

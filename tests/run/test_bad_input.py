@@ -17,7 +17,7 @@ from run_files import contents, lines, require_equal_runs, saved_steps
 from shard_damage import put_nan
 
 import train
-from flux_ref import config, config_file, data, errors, rng
+from flux_ref import checkpoint, config, config_file, data, errors, rng, shards
 from flux_ref.errors import Refusal
 from flux_ref.step_runner import StepRunner
 
@@ -151,6 +151,17 @@ def test_a_place_that_cannot_be_is_refused_in_words(attempt, shapes_dir, tmp_pat
             assert code == 2 and has_words(line, tmp_path) and "Errno" not in line, line
 
 
+def test_a_folder_that_may_not_be_read_is_not_taken_for_empty(shapes_dir, tmp_path, monkeypatch):
+    def locked(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    checkpoint.folder_of(tmp_path).mkdir()
+    monkeypatch.setattr(Path, "iterdir", locked)
+    for look, place in ((checkpoint.list_checkpoints, tmp_path), (shards.paths_of, shapes_dir / "train")):
+        with pytest.raises(PermissionError, match=str(place)):
+            look(place)
+
+
 def test_a_port_in_use_is_refused(attempt, shapes_dir, tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
@@ -176,6 +187,7 @@ def test_each_kind_of_error_is_one_line_and_a_code_and_a_defect_is_a_traceback(c
         (Refusal("two\nlines\x1b"), 2, "x: two lines\\x1b"),
         (FileNotFoundError(errno.ENOENT, "No such file", "a/b"), 2, "x: a/b: No such file; make it readable"),
         (OSError(errno.ENOSPC, "No space left", "a/b"), 3, "x: a/b: No space left; free or mend its disk"),
+        (OSError(errno.ESTALE, "Stale file handle", "a/b"), 3, "x: a/b: Stale file handle; free or mend its disk"),
         (RuntimeError("CUDA out of memory. Tried\n..."), 3, "x: out of memory: CUDA out of memory. Tried; free"),
         (RuntimeError("Connection closed by peer"), 3, "x: lost another rank: Connection closed by peer"),
         (RuntimeError("a defect"), 3, "Traceback"),
@@ -203,15 +215,18 @@ def test_one_rank_of_a_node_prints_the_line_and_a_rank_that_is_alone_with_its_er
         assert capsys.readouterr().err.strip() == want
 
 
-def test_a_terminal_that_goes_away_ends_nothing_and_a_full_disk_is_told(capfd):
+def test_a_terminal_that_goes_away_ends_nothing_and_a_full_disk_is_told(capfd, monkeypatch):
     """As in `train.py 2>&1 | tee log`, where Ctrl-C ends tee first, and in `report RUN > /dev/full`."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as stream:
-        terminal = errors.Terminal(stream)
-        print("lost", file=terminal, flush=True)
-        print("lost, too", file=terminal, flush=True)
-        assert terminal.fileno() == writer
+    for opened in (os.pipe, os.openpty):
+        reader, writer = opened()
+        os.close(reader)
+        with os.fdopen(writer, "w") as stream:
+            terminal = errors.Terminal(stream)
+            print("lost", file=terminal, flush=True)
+            print("lost, too", file=terminal, flush=True)
+            assert terminal.fileno() == writer
+    monkeypatch.setattr(sys, "stdout", None)  # as by `>&-`
+    assert errors.run("x", lambda _: print("lost") or 7, []) == 7
     if os.path.exists("/dev/full"):
         with open("/dev/full", "w") as full, pytest.raises(OSError, match=r"No space left.*: '/dev/full'"):
             print("lost", file=errors.Terminal(full), flush=True)

@@ -85,7 +85,18 @@ def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_
     assert pictures[-1].width == Image.open(run / "samples" / "000000060.png").width
 
 
-def test_a_run_without_the_package_writes_no_board(shapes_dir, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    assert called("train.py", *micro_run(shapes_dir, tmp_path / "run", "--train.max_samples=12")) == 0
-    assert not (tmp_path / "run" / "tensorboard").exists()
+def test_a_run_without_the_package_writes_no_board_and_says_why_if_it_is_broken(
+    shapes_dir, tmp_path, monkeypatch, attempt
+):
+    broken = "def __getattr__(name):\n    raise TypeError('Descriptors cannot be created directly.\\nIf this')"
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "__init__.py").write_text(broken)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorboard"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    for number, said in enumerate(("cannot be imported: Descriptors cannot be created directly. If this\n", "")):
+        code, out, _ = attempt(*micro_run(shapes_dir, tmp_path / str(number), "--train.max_samples=12"))
+        assert code == 0 and said in out and ("curves" in out) == bool(said)
+        assert not (tmp_path / str(number) / "tensorboard").exists()
+        monkeypatch.setitem(sys.modules, "tensorboard", None)

@@ -116,13 +116,20 @@ def _require_enough(args: argparse.Namespace, parts: list[Part]) -> None:
     """A look at the first pictures, as T5-XXL loads for minutes. Raises: Refusal."""
     wanted = {"val": TIMESTEPS * (args.val_share > 0), "train": int(args.val_share < 1)}
     count = Counter[str]()
+    reasons = Counter[str]()
     for picture in chain.from_iterable(part() for part in parts):
-        count[_split(picture.name, args.val_share)] += not picture.rejected
+        try:
+            picture.caption()
+        except Rejected as error:
+            reasons[str(error)] += 1
+        else:
+            count[_split(picture.name, args.val_share)] += 1
         if all(count[split] >= wanted[split] for split in wanted):
             return
     found = f"{count['train']} samples of training and {count['val']} of validation"
     want = f"at least {wanted['train']} and {wanted['val']}"
-    raise Refusal(f"--input {args.input} gives {found}, want {want}; add pictures or change --val-share")
+    rejected = "".join(f"; {number} rejected: {reason}" for reason, number in reasons.most_common(2))
+    raise Refusal(f"--input {args.input} gives {found}, want {want}{rejected}; add pictures or change --val-share")
 
 
 def _finish(folder: Path, layout: shards.Layout) -> str:

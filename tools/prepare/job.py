@@ -26,9 +26,10 @@ def config(path: str | None) -> Config:
 
 def folder(text: str) -> Path:
     """An option that names a folder. Raises: Refusal if there is none."""
-    if not Path(text).is_dir():
+    path = Path(text).expanduser()
+    if not path.is_dir():
         raise Refusal(f"{text} is no folder")
-    return Path(text)
+    return path
 
 
 def require_new(final: Path) -> None:

@@ -84,7 +84,7 @@ def find(arguments: list[Path]) -> list[tuple[str, list[Path]]]:
 def _below(folder: Path) -> list[Path]:
     """The result files below a folder. Those of run folders come before copies that were made for a submission."""
     found = []
-    for parent, folders, names in os.walk(folder, onerror=raised):
+    for parent, folders, names in os.walk(folder, onerror=raised):  # a folder left out could hold a failed run
         found += [Path(parent, name) for name in (*folders, *names) if fnmatch(name, "result_*.txt")]
     return sorted(found, key=lambda path: (-len(path.parts), path))
 
