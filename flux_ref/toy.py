@@ -125,25 +125,17 @@ def decode(mean: np.ndarray) -> np.ndarray:
     return (LUMA.T @ planes).reshape(3, rows * 8, columns * 8).clip(-1, 1).astype(np.float32)
 
 
-def encode_caption(caption: str, model: ModelConfig) -> dict[str, np.ndarray]:
+def encode_caption(caption: str, model: ModelConfig, ordered: bool = False) -> dict[str, np.ndarray]:
     """Encode a caption as T5's states and CLIP's pooled vector: {"t5": (T, E), "clip": (V,)}, float32.
 
-    Each state is one word's vector; the empty word pads the caption to model.text_tokens.
+    Each state is one word's vector; the empty word pads the caption to model.text_tokens. ordered: a state also tells
+    the word's place, as T5's do. FLUX.1 itself sees no order of words. Captions of drawings need none.
     """
     tokens = model.text_tokens
     padded = (words(caption) + [""] * tokens)[:tokens]
-    import os
-
-    V = os.environ.get("VARIANT", "plain")
-    vector = _near_vector if "tri" in V else _word_vector
-    states = np.stack([vector(word, model.t5_dim) for word in padded])
-    if "order" in V:
-        states[1:] += states[:-1].copy() * 0.5
-    if "pos" in V:
-        states += 0.5 * np.stack([_word_vector(f"position {i}", model.t5_dim) for i in range(tokens)])
-    if "tri" in V:
-        pooled = np.mean([vector(word, model.clip_dim) for word in padded], axis=0) * np.sqrt(tokens)
-        return {"t5": states, "clip": pooled.astype(np.float32)}
+    states = np.stack([_word_vector(word, model.t5_dim) for word in padded])
+    if ordered:
+        states += 0.5 * np.stack([_word_vector(f"place {i}", model.t5_dim) for i in range(tokens)])
     pooled = np.mean([_word_vector(word, model.clip_dim) for word in padded], axis=0) * np.sqrt(tokens)
     return {"t5": states, "clip": pooled.astype(np.float32)}
 
@@ -163,17 +155,6 @@ def unknown_words(prompts: list[str], cfg: Config) -> list[str]:
 
 
 @functools.cache
-def _near_vector(word: str, dim: int) -> np.ndarray:
-    """Words of a common stem have near vectors: a mean of the word's own and its letter trigrams'."""
-    if not word:
-        return _word_vector("", dim)
-    marked = f"<{word}>"
-    parts = [marked[i : i + 3] for i in range(len(marked) - 2)]
-    own = np.sum([_word_vector(f"<{part}", dim) for part in parts], axis=0) / np.sqrt(len(parts))
-    return ((_word_vector(word, dim) + own) / np.sqrt(2)).astype(np.float32)
-
-
-@functools.cache
 def _word_vector(word: str, dim: int) -> np.ndarray:
     return rng.normals(0, rng.TOY_TEXT, (dim,), sample=rng.name_key(word), epoch=dim)
 
@@ -190,7 +171,7 @@ def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
     with files.whole(folder, is_new=True) as partial:
         shards.write(shards.shard_path(partial / "train", 0), _samples(shown, train, model, "train"))
         shards.write(shards.shard_path(partial / "val", 0), _samples(unseen, val, model, "val"))
-        write_empty(partial, model)
+        write_empty(partial, encode_caption("", model))
 
 
 def _samples(drawings: list[Drawing], count: int, model: ModelConfig, split: str) -> Iterator[tuple[Meta, Arrays]]:
@@ -199,21 +180,22 @@ def _samples(drawings: list[Drawing], count: int, model: ModelConfig, split: str
         draw = rng.words(0, rng.TOY_SHAPES, 2, sample=i, epoch=int(split == "val"))
         shift = JITTER * (2 * rng.uniform(draw) - 1)
         picture = render(drawing, model.latent_height * 8, model.latent_width * 8, *shift)
-        yield sample(split, i, encode(picture), drawing.caption, model)
+        yield sample(split, i, encode(picture), drawing.caption, encode_caption(drawing.caption, model))
 
 
-def sample(split: str, index: int, mean: np.ndarray, caption: str, model: ModelConfig) -> tuple[Meta, Arrays]:
-    """Sample `index` of train or val. mean: as `encode` gives it. In validation the timesteps take turns."""
-    members = encode_caption(caption, model)
-    members["mean"] = mean
-    members["logvar"] = np.full(model.latent_shape, LOGVAR)
+def sample(split: str, index: int, mean: np.ndarray, caption: str, texts: Arrays) -> tuple[Meta, Arrays]:
+    """Sample `index` of train or val. In validation the timesteps take turns.
+
+    mean, texts: as `encode` and `encode_caption` give them.
+    """
+    members = texts | {"mean": mean, "logvar": np.full(mean.shape, LOGVAR)}
     bits = {name: shards.to_bf16_bits(values) for name, values in members.items()}
     return Meta(shards.key_of(split, index), index % schedule.TIMESTEPS if split == "val" else None, caption), bits
 
 
-def write_empty(folder: Path, model: ModelConfig) -> None:
+def write_empty(folder: Path, texts: Arrays) -> None:
     """Write folder/empty_encodings: in float16 with a batch axis, as the public encodings are."""
-    empty = {name: values[None].astype(np.float16) for name, values in encode_caption("", model).items()}
+    empty = {name: values[None].astype(np.float16) for name, values in texts.items()}
     shards.write_empty(folder / "empty_encodings", empty)
 
 

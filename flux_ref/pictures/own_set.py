@@ -71,14 +71,15 @@ def make(folder: Path, root: Path, names: list[str], model: ModelConfig, made_fr
                     continue
                 values = pixels.numpy() / np.float32(127.5) - 1
                 split = "val" if captioned.is_held_out(picture.name, VAL_SHARE) else "train"
-                meta, members = toy.sample(split, counts[split], toy.encode(values), caption, model)
+                texts = toy.encode_caption(caption, model, ordered=True)
+                meta, members = toy.sample(split, counts[split], toy.encode(values), caption, texts)
                 shards.add(new[split], meta, members)
                 counts[split] += 1
                 lost += 127.5 * float(abs(toy.decode(toy.encode(values)) - values).mean())
                 if len(examples) < SHOWN:
                     examples.append((values, caption))
         _require_enough(root, counts, len(rejected))
-        toy.write_empty(place, model)
+        toy.write_empty(place, toy.encode_caption("", model, ordered=True))
         files.write_whole(place / "rejected.tsv", "picture\treason\n" + "".join(rejected))
         files.write_whole(place / MADE_FROM, made_from)
         _show(examples, place / "codec.png")

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw, ImageOps
 from torchvision.utils import make_grid
 
 from flux_ref.errors import printable
-from flux_ref.files import whole
+from flux_ref.files import matching, whole
 
 # Pixels
 GAP = 6
@@ -33,7 +33,7 @@ def strip(folder: Path, rows: int) -> None:
 
     rows: of pixels of a picture.
     """
-    paths = sorted(path for path in folder.glob("*.png") if path.stem.isdecimal())  # people put others there
+    paths = [path for path in matching(folder, "*.png") if path.stem.isdecimal()]  # people put others there
     step = max(rows, HEIGHT) + GAP
     width = STRIP_LEFT + Image.open(paths[-1]).width
     image = Image.new("RGB", (width, len(paths) * step + CAPTION_HEIGHT + GAP), "white")

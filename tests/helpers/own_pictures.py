@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-COLOURS = {"crimson": (200, 20, 60), "orange": (250, 150, 20), "teal": (0, 130, 130), "navy": (20, 30, 120)}
+COLOURS = {"crimson": (200, 20, 60), "golden": (250, 150, 20), "teal": (0, 130, 130), "navy": (20, 30, 120)}
 SIGNS = ("ring", "cross", "bar", "diamond")
 WAYS = {"beside": ((18, 32), (46, 32)), "above": ((32, 18), (32, 46))}  # centres of the first and the second
 SIDE = 64

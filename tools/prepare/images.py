@@ -135,7 +135,7 @@ def _require_enough(args: argparse.Namespace, parts: list[Part]) -> None:
 def _finish(folder: Path, layout: shards.Layout) -> str:
     """Number the shards and join the lists of all parts. Returns what there is, in words. Raises: Refusal."""
     root = folder / "set"
-    rows = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("rejected_*.tsv")))
+    rows = "".join(path.read_text(encoding="utf-8") for path in files.matching(folder, "rejected_*.tsv"))
     files.write_whole(root / "rejected.tsv", f"picture\treason\n{rows}")
     train = _stored(folder, "train", layout)
     for number, path in enumerate(train.paths):
