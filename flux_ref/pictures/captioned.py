@@ -39,6 +39,7 @@ MIN_SIDE = 64  # pixels
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of decompression bombs
 MOST_BYTES = 2**28  # of a picture or a text
 SRGB = ImageCms.createProfile("sRGB")
+MARK = "\ufeff"  # of byte order; files that were joined have more than one
 SRGB_GAMMA = 1 / 2.2  # as a PNG's gAMA tells it
 Content = bytes | Path  # of a file: what it holds, or where it is
 
@@ -97,7 +98,7 @@ def described(texts: dict[str, bytes]) -> str:
             caption = decode(texts[".txt"])
         else:
             caption = json.loads(texts.get(".json", b"{}")).get("caption") or ""
-        caption = caption.strip()
+        caption = caption.replace(MARK, "").strip()
         caption.encode()  # half of a surrogate pair, as JSON may hold it, is a ValueError
         if "\0" in caption:
             raise ValueError

@@ -75,8 +75,7 @@ class Measured(dict):
 
 
 def checkpoint_of(run: Path) -> Path:
-    (path,) = checkpoint.list_checkpoints(run)
-    return path
+    return checkpoint.list_checkpoints(run)[-1]
 
 
 def clipped_config(data: Path, **values: object) -> Config:

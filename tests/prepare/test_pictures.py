@@ -161,7 +161,7 @@ def caption_of(picture: pictures.Picture) -> str:
 
 TEXTS = {  # what a caption's files hold: the caption, or why it is rejected
     "= a cat": [
-        *({".txt": text} for text in (b"a cat\r\n", "\ufeffa cat".encode(), "a cat".encode("utf-16"))),
+        *({".txt": text} for text in (b"a cat\r\n", "\ufeff\ufeffa c\ufeffat".encode(), "a cat".encode("utf-16"))),
         {".json": '\ufeff{"caption": " a cat"}'.encode()},
         {".txt": b"a cat", ".json": b'{"caption": "a dog"}'},
     ],
