@@ -204,10 +204,10 @@ class Saver:
             self.host = host_copies(rows_to_write(rows, world), world.pin)
 
     def _require_place(self) -> None:
-        """Rank 0 makes a file in the run's folder, or where a new run will make it, and every rank looks for it."""
-        run = self.run.resolve()
-        folder = next(path for path in (run, *run.parents) if path.exists())
-        trial = folder / f".{run.name}.trial{files.PARTIAL}"
+        """Rank 0 makes a file among the checkpoints, or above, and every rank looks for it."""
+        place = folder_of(self.run).resolve()  # it may link to a larger disk
+        folder = next(path for path in (place, *place.parents) if path.exists())
+        trial = folder / f".{self.run.resolve().name}.trial{files.PARTIAL}"
         with ranks.agreed():
             if self.world.rank == 0:
                 require_space(folder, self.bytes)

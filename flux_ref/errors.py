@@ -17,7 +17,8 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT)
+LOST_DISK = (errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)  # of a network
+BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, *LOST_DISK)
 LINGER_S = 5.0  # torchrun ends all ranks when one ends; the rank that knows the reason must print it before
 
 
@@ -119,6 +120,8 @@ def in_words(error: BaseException) -> Stop | None:
     if isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", str(error)):
         text += "; free memory, or lower train.micro_batch, eval.batch or sample.count"
         return Fault(f"out of memory: {text}", alone=True)
+    if re.search(r"find C compiler|C\+\+ compiler found", text):  # Triton's words and Inductor's
+        return Refusal(f"{text}; install gcc and g++, or set parallel.compile=false")
     if isinstance(error, RuntimeError) and re.search(r"peer|Connection|[Tt]imed out", str(error)):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(LINGER_S)  # another rank broke and prints the reason; meanwhile torchrun ends this rank

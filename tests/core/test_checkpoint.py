@@ -216,7 +216,11 @@ def test_a_full_disk_costs_a_checkpoint_and_no_training(trains, tmp_path, monkey
     assert len(said) == 6 and all("older ones are untouched" in line for line in said[1:]), "step 5 comes twice"
     code, out, _ = trains(run, *often)
     assert code == 0 and "from step 1" in out and column(run, "step") == [1, 2, 3, 4, 5]
-    assert saved_steps(run) == [5]
+    large = checkpoint.folder_of(run).rename(tmp_path / "large")
+    checkpoint.folder_of(run).symlink_to(large)
+    usage = lambda folder: SimpleNamespace(free=10**9 if folder.resolve() == large else 0)  # noqa: E731
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", usage)
+    assert trains(run, "--train.max_samples=72")[0] == 0 and saved_steps(run) == [5, 6]
 
 
 def test_what_a_start_lacks_for_checkpoints_is_refused_and_leaves_nothing(trains, tmp_path, monkeypatch):

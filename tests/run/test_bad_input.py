@@ -189,6 +189,11 @@ def test_each_kind_of_error_is_one_line_and_a_code_and_a_defect_is_a_traceback(c
         (OSError(errno.ENOSPC, "No space left", "a/b"), 3, "x: a/b: No space left; free or mend its disk"),
         (OSError(errno.ESTALE, "Stale file handle", "a/b"), 3, "x: a/b: Stale file handle; free or mend its disk"),
         (RuntimeError("CUDA out of memory. Tried\n..."), 3, "x: out of memory: CUDA out of memory. Tried; free"),
+        (
+            RuntimeError("No working C++ compiler found\n..."),
+            2,
+            "x: No working C++ compiler found; install gcc and g++",
+        ),
         (RuntimeError("Connection closed by peer"), 3, "x: lost another rank: Connection closed by peer"),
         (RuntimeError("a defect"), 3, "Traceback"),
     )
