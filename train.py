@@ -176,7 +176,11 @@ def main(argv: list[str]) -> int:
 def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
     """Both data sets, not opened yet. Makes a set of data.kind=toy on first use. Collective."""
     with ranks.agreed():
-        if world.rank == 0:
+        if world.rank == 0 and cfg.data.pictures:
+            from flux_ref.pictures import own_set
+
+            own_set.ensure(cfg)
+        elif world.rank == 0:
             toy.ensure(cfg)
     with ranks.agreed():
         return TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)

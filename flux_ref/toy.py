@@ -200,20 +200,15 @@ def write_empty(folder: Path, texts: Arrays) -> None:
 
 
 def ensure(cfg: Config) -> None:
-    """Make the data set of a config with data.kind=toy, if the folder above data.train is not there.
+    """Make the drawings of a config with data.kind=toy, if the folder above data.train is not there.
 
     Of several first starts each makes a set; the first that is whole stays. Raises: Refusal, OSError.
     """
-    if cfg.data.kind != "toy":
-        return
     folder = Path(cfg.data.train).parent
+    if cfg.data.kind != "toy" or folder.exists():
+        return
     try:
-        if cfg.data.pictures:
-            from flux_ref.pictures import own_set
-
-            own_set.ensure(cfg, folder)
-        elif not folder.exists():
-            make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
+        make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
     except OSError:  # a folder cannot replace another
         if not folder.exists():
             raise

@@ -24,11 +24,12 @@ MADE_FROM = "made_from.txt"
 SHOWN = 9  # pictures of codec.png
 
 
-def ensure(cfg: Config, folder: Path) -> None:
-    """Make the set of data.pictures in a folder, if it is not there. Raises: Refusal, OSError.
+def ensure(cfg: Config) -> None:
+    """Make the set of data.pictures in the folder above data.train, if it is not there. Raises: Refusal, OSError.
 
     A set that was made from other files is refused: by names, sizes and times, which cost less than contents.
     """
+    folder = Path(cfg.data.train).parent
     root = Path(cfg.data.pictures)
     if not root.is_dir():
         raise Refusal(f"data.pictures={root} is no folder; give the folder of your pictures")

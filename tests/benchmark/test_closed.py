@@ -60,7 +60,7 @@ def test_each_departure_alone_disqualifies(tmp_path):
         assert '"status": "aborted"' in stop, key
         stripped(path, "disqualified")
         name = {"eval.every_samples": "evaluation_frequency", "data.evict": "cache_clear"}.get(key, key.split(".")[1])
-        name = re.sub("beta(.)", r"beta_\1", name).replace("eps", "epsilon")
+        name = re.sub("beta(.)", r"beta_\1", name).replace("optim.eps", "optim.epsilon")
         (found,) = faults(path)
         assert name in found, (key, found)
 

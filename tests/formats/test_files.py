@@ -16,7 +16,8 @@ import pytest
 from flux_ref import checkpoint, files, shards, weights
 from flux_ref.errors import Refusal
 from flux_ref.files import append, lock, matching, records, whole, write_whole
-from tools.prepare import mlcommons, pictures
+from flux_ref.pictures import captioned
+from tools.prepare import mlcommons
 
 
 def test_a_file_or_folder_appears_whole_and_of_two_writers_the_last_wins(tmp_path):
@@ -65,7 +66,7 @@ def test_what_may_not_be_read_is_never_taken_for_absent(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "listdir", refuse)
     monkeypatch.setattr(os, "scandir", refuse)
-    readers = (checkpoint.list_checkpoints, weights.find, shards.paths_of, mlcommons.arrow_files, pictures.find)
+    readers = (checkpoint.list_checkpoints, weights.find, shards.paths_of, mlcommons.arrow_files, captioned.find)
     taken = []
     for reader in readers:
         with contextlib.suppress(PermissionError):

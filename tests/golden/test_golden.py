@@ -89,7 +89,7 @@ PLANTED: tuple[tuple[object, str, Callable, str, str], ...] = (
     (model, "apply_rope", halves, "double_blocks.0.attention.q", "neighbours (2r, 2r + 1)"),
     (model, "NORM_EPS", 1e-5, "double_blocks.0.img_attn.qkv.input", "epsilon of layer norm"),
     (F, "silu", lambda x, inplace=False: F.gelu(x), "time_in", "SiLU comes before"),
-    (schedule, "lr", lambda step, peak, steps: peak * step / steps, "step1.lr", "off by one step"),
+    (schedule, "lr", lambda step, optim: optim.lr * step / optim.warmup_steps, "step1.lr", "off by one step"),
     (precision, "cast", unclamped, "fp8.edge.e5m2.bits", "clamp before the cast"),
 )
 

@@ -11,6 +11,7 @@ ASKED = {  # what is imported in the one function that a key asks
     ("arithmetic", "precision.stages"),
     ("benchmark.closed", "precision.policy"),
     ("train", "pictures.artist"),
+    ("train", "pictures.own_set"),
     ("eval", "pictures.artist"),
 }
 SHARED = "tools.shared"  # what several commands use

@@ -10,7 +10,7 @@ from conftest import ROOT
 
 COUNTED = (ast.expr, ast.stmt, ast.arg, ast.keyword, ast.alias, ast.ExceptHandler, ast.comprehension)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-LIMITS = {"flux_ref": 30_080, "tools": 21_250, "bench": 4_210, "tests": 70_900}
+LIMITS = {"flux_ref": 33_800, "tools": 19_600, "bench": 4_210, "tests": 76_500}
 
 
 def weight(text: str) -> int:

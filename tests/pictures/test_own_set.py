@@ -57,7 +57,7 @@ def stored(folder: Path, split: str) -> list[tuple[shards.Meta, shards.Arrays]]:
 
 def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
     cfg = config_file.load(MICRO, overrides(pictures, tmp_path / "set"))
-    toy.ensure(cfg)
+    own_set.ensure(cfg)
     train, val = (stored(tmp_path / "set", split) for split in ("train", "val"))
     rejected = dict(row.split("\t") for row in (tmp_path / "set" / "rejected.tsv").read_text().splitlines()[1:])
     assert rejected == {
@@ -87,29 +87,29 @@ def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path):
     own = tmp_path / "pictures"
     shutil.copytree(pictures, own)
     cfg = config_file.load(MICRO, overrides(own, tmp_path / "set"))
-    toy.ensure(cfg)
+    own_set.ensure(cfg)
     before = contents(tmp_path)
-    toy.ensure(cfg)
+    own_set.ensure(cfg)
     assert contents(tmp_path) == before
     first = next(own.glob("*.png"))
     moment = first.stat().st_mtime_ns
-    toy.ensure(config_file.replace(cfg, data__pictures=str(tmp_path / "." / "pictures")))
+    own_set.ensure(config_file.replace(cfg, data__pictures=str(tmp_path / "." / "pictures")))
     os.utime(first, ns=(moment, moment + 1))
     words = f"{tmp_path / 'set'} was made from something else than {own} holds now; remove"
-    assert words in refusal(lambda: toy.ensure(cfg))
+    assert words in refusal(lambda: own_set.ensure(cfg))
     os.utime(first, ns=(moment, moment))
-    toy.ensure(cfg)
+    own_set.ensure(cfg)
     (own / "more.txt").touch()
-    assert words in refusal(lambda: toy.ensure(cfg))
+    assert words in refusal(lambda: own_set.ensure(cfg))
     (own / "more.txt").unlink()
     (tmp_path / "set" / own_set.MADE_FROM).unlink()  # as in a set of drawings
-    assert words in refusal(lambda: toy.ensure(cfg))
+    assert words in refusal(lambda: own_set.ensure(cfg))
     missing = config_file.replace(cfg, data__pictures=str(tmp_path / "none"))
-    assert "is no folder" in refusal(lambda: toy.ensure(missing))
+    assert "is no folder" in refusal(lambda: own_set.ensure(missing))
     for path in [*own.glob("*.png")][20:]:
         path.unlink()
     few = config_file.replace(cfg, data__train=str(tmp_path / "few" / "train"))
-    assert "at least 8 must be held out" in refusal(lambda: toy.ensure(few))
+    assert "at least 8 must be held out" in refusal(lambda: own_set.ensure(few))
     assert not list(tmp_path.glob("*few*"))
 
 

@@ -13,7 +13,12 @@ from flux_ref.model import parameter_table
 from flux_ref.precision import policy
 from flux_ref.precision.formats import PRODUCTS, format_pair, way
 
-TINY = config_file.replace(config_file.load(ROOT / "configs/tiny.toml"), parallel__dtype="bf16")
+TINY = config_file.replace(
+    config_file.load(ROOT / "configs/tiny.toml"),
+    parallel__dtype="bf16",
+    train__global_batch=60,
+    train__max_samples=60_000,
+)
 SCHNELL = ModelConfig()
 
 

@@ -156,7 +156,7 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_empty(shapes_dir, tmp_pa
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     checkpoint.folder_of(tmp_path).mkdir()
-    monkeypatch.setattr(Path, "iterdir", locked)
+    monkeypatch.setattr(os, "listdir", locked)
     for look, place in ((checkpoint.list_checkpoints, tmp_path), (shards.paths_of, shapes_dir / "train")):
         with pytest.raises(PermissionError, match=str(place)):
             look(place)

@@ -76,6 +76,10 @@ def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_
     by_time = [evaluation | {"val_loss": evaluation["val_loss_per_timestep"][3]} for evaluation in evaluations]
     wanted = {f"train/{name}": (records, name) for name in records[0] if name not in ("step", "samples")}
     wanted |= {"validation/loss": (evaluations, "val_loss"), "validation by t/t=3_8": (by_time, "val_loss")}
+    judged = lines(run, "pictures.jsonl")
+    assert [record["samples"] for record in judged] == [24, 48, 60]
+    shares = [record | {"share": record["right"] / (record["right"] + len(record["wrong"]))} for record in judged]
+    wanted |= {"pictures/right": (shares, "share")}
     for tag, (rows, name) in wanted.items():
         shown = np.unique([(event.step, event.value) for event in board.Scalars(tag)], axis=0)
         assert np.allclose(shown, [(row["samples"], row[name]) for row in rows], rtol=1e-6), tag

@@ -22,6 +22,7 @@ FILES = {
     *("metrics.jsonl", "outcome.json", "result_0.txt"),
     *(["tensorboard"] if importlib.util.find_spec("tensorboard") else []),
 }
+PICTURES = {"samples", "pictures.jsonl"}
 
 
 def names(folder: Path) -> set[str]:
@@ -107,7 +108,7 @@ def test_reaching_the_target_stops_early_with_success(run, plain):
 
 def test_a_run_without_a_validation_set_trains_alike_and_draws_captions_of_its_training_set(run, plain, capsys):
     folder = run("--data.val=", "--train.log_every_samples=48", "--sample.count=1")
-    assert names(folder) == FILES - {"eval.jsonl"} | {"samples"}
+    assert names(folder) == FILES - {"eval.jsonl"} | PICTURES
     assert column(folder, "samples") == [48, 60] and column(folder, "loss") == column(plain, "loss")[3:]
     require_identical(trained(folder, ""), trained(plain, ""))
     out = capsys.readouterr().out
@@ -164,4 +165,4 @@ def test_what_fails_after_training_does_not_take_the_run_with_it(run, monkeypatc
         folder = run("--sample.count=1", code=2)
     assert names(folder) == FILES - {"outcome.json"} and trained(folder)
     assert event(folder, "run_stop")["metadata"]["samples_count"] == 60
-    assert names(run("--sample.count=1")) == FILES | {"samples"}
+    assert names(run("--sample.count=1")) == FILES | PICTURES
