@@ -126,7 +126,7 @@ def test_one_command_trains_and_draws_a_folder(pictures, tmp_path, capsys):
 
 
 def test_the_judge_tells_what_a_picture_shows():
-    everything = toy.all_drawings()
+    everything = toy.all_drawings()[::7]  # each size, colour, shape and place
     pictures = [toy.render(drawing, 64, 64, toy.JITTER, -toy.JITTER) for drawing in everything]
     captions = [drawing.caption for drawing in everything]
     assert judge.wrong(pictures, captions) == {}, "as data sets have them"
@@ -136,7 +136,7 @@ def test_the_judge_tells_what_a_picture_shows():
     drawing = toy.held_out()[0]
     far = toy.render(drawing, 64, 64, dx=0.3)
     for picture in (noise, far):
-        assert len(judge.wrong([picture] * 180, captions)) >= 179, "at most one caption by chance"
+        assert len(judge.wrong([picture] * len(captions), captions)) >= len(captions) - 1, "one caption by chance"
         assert drawing.caption in judge.wrong([picture], [drawing.caption])
 
 
