@@ -25,7 +25,7 @@ def test_public_systems_are_whole():
         assert minutes == pytest.approx(system.minutes, rel=0.06), system.system
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_plans_are_near_the_public_steps():
     """The outliers are named."""
     usual, unfitted, held = [], [], 0

@@ -93,7 +93,7 @@ def submit(cluster, shapes_dir, tmp_path):
     cluster.until(lambda: not cluster.run("squeue", "-h"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_one_after_another_with_seeds_of_their_own_on_data_that_is_staged_and_verified(
     submit, cluster, shapes_dir
 ):

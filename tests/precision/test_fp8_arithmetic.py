@@ -58,7 +58,7 @@ def test_a_device_product_counts_its_operations(layouts):
     assert counter.get_flop_counts()["Global"][torch.ops.flux_ref.scaled_mm] == 2 * 32 * 48 * 16
 
 
-@pytest.mark.parametrize("ways", [[False], pytest.param([False, True], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ways", [[False], pytest.param([False, True], marks=pytest.mark.nightly)])
 @torch._inductor.config.patch(emulate_precision_casts=True, force_disable_caches=True)
 def test_a_device_gets_the_layouts_that_it_takes(layouts, ways):
     """Nine products each: rows by columns on an H200, no transposed copies on a B200. Compiling changes no bit."""

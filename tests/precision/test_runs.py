@@ -13,7 +13,7 @@ from flux_ref.checkpoint import load
 from flux_ref.step_runner import State
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_runs_of_several_ranks_round_as_one_does_in_any_micro_batches(size, measured, world):
     """Two steps under mxfp6_fp4: the numbers of each sample and each weight are the same, and no two are."""
     alone = rounding(world, micro=6)

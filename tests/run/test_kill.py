@@ -86,7 +86,7 @@ def endure(data: Path, folder: Path, kills: int, seed: int) -> int:
     return caught
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_killed_four_times_ends_like_one_that_was_left_alone(shapes_dir, tmp_path):
     """Every victim, and every moment once."""
     endure(shapes_dir, tmp_path, kills=4, seed=0)
