@@ -103,7 +103,7 @@ def test_one_node_says_how_to_call_it_and_what_is_missing(tmp_path):
     assert "run 0 failed with exit code 7: unknown option, see " in ran("one_node.sh", MICRO, **env)[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_node_runs_what_is_left_and_scores(tmp_path, shapes_dir):
     results = tmp_path / "results"
     env = {"NEXP": "2", "SEED": "7", "RESULTS": str(results), "PREFLIGHT": "off", "VERIFY": str(shapes_dir)}
