@@ -162,6 +162,8 @@ def validate(cfg: Config) -> None:
         ),
         "data.pictures makes a data set of data.kind=toy; set data.kind=toy, or prepare the pictures as"
         " docs/own_pictures.md says": data.kind == "toy" or not data.pictures,
+        "data.pictures makes a sample of each picture: set data.train_count and data.val_count to 0, or take"
+        " configs/own_small.toml": not (data.pictures and (data.train_count or data.val_count)),
     }
     for words, holds in rules.items():
         if not holds:

@@ -149,6 +149,8 @@ REFUSED = {  # TOML: words of the refusal
         for axes in ([64, 64], [15, 56, 57], [-16, 72, 72], [16, 56, 58])
     },
     TOY: ["data.kind=toy", "data.val_count"],
+    'data.pictures = "a"': ["set data.kind=toy"],
+    TOY + 'data.pictures = "a"': ["set data.train_count and data.val_count to 0"],
     'parallel.attention = "flash"\nparallel.dtype = "fp32"': [
         "parallel.attention=cudnn and flash",
         "parallel.dtype=bf16",
