@@ -109,6 +109,7 @@ def evaluate(
     with ranks.agreed():
         # A wrong file is named before the data set is opened.
         weights.open_source(paths[0], cfg.model, options.ema)
+        unknown = toy.unknown_words(options.prompts, cfg)
         val_set = None
         if not (options.draw_only and options.prompts):
             if not cfg.data.val:
@@ -138,8 +139,8 @@ def evaluate(
             if pictures := artist.paint(steps.net, at):  # on rank 0
                 artist.save(pictures, place)
             record["pictures"] = str(place)
-            if options.prompts and cfg.data.kind == "toy" and (words := toy.unknown_words(options.prompts, cfg)):
-                record["note"] = f"no training caption has: {', '.join(words)}"
+            if unknown:
+                record["unknown_words"] = unknown
         if world.rank == 0:
             print(json.dumps(record) if options.json else text(record))
 

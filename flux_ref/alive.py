@@ -25,8 +25,13 @@ from flux_ref.tensors import Moved
 # They save a checkpoint and end the run: torchrun, job schedulers ahead of a limit (the next three), a closed terminal,
 # Ctrl-\.
 SIGNALS = (
-    *(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
-    *(signal.SIGHUP, signal.SIGQUIT, signal.SIGINT),
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGINT,
 )
 NOTICE = b"\nCtrl-C: the run ends after one more step; a second Ctrl-C ends it at once\n"
 PACKAGE = os.path.dirname(os.path.abspath(__file__))

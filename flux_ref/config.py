@@ -190,7 +190,7 @@ class DataConfig:
     empty: str = free(
         "", "folder of t5_empty.npy and clip_empty.npy; empty: empty_encodings beside the folder data.train"
     )
-    train_count: int = key(0, "required number of samples, 0: any; number of drawings to make")
+    train_count: int = key(0, "required number of samples, 0: any; of drawings the number to make")
     val_count: int = key(0, "the same of validation samples")
     workers: int = free(4, "reading threads per rank", least=1)
     prefetch: int = free(2, "batches read ahead per rank", least=1)

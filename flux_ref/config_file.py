@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import json
 import os
+import sys
 import textwrap
 import tomllib
 from collections.abc import Collection
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flux_ref.config import KEYS, Config, flat, rank_batch, run_dir
-from flux_ref.errors import Refusal, printable, shown
+from flux_ref.errors import Refusal, Terminal, printable, shown
 from flux_ref.files import decode, read_text
 
 
@@ -96,7 +97,8 @@ def announce(argv: list[str], default: str) -> None:
         with contextlib.suppress(Refusal, OSError):
             path, overrides = config_and_overrides(argv, default)
             cfg = load(path, overrides)
-            print(f"flux_ref trains {path}; data: {cfg.data.train}; the run's files: {run_dir(cfg)}", flush=True)
+            line = f"flux_ref trains {path}; data: {cfg.data.train}; the run's files: {run_dir(cfg)}"
+            print(line, file=Terminal(sys.stdout), flush=True)
 
 
 def parsed(overrides: Collection[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Fixed random word vectors stand in for T5 and CLIP. They take any picture and an
 import functools
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,7 +146,12 @@ def words(caption: str) -> list[str]:
 
 
 def unknown_words(prompts: list[str], cfg: Config) -> list[str]:
-    """Words of prompts that no training caption has. Raises: Refusal, OSError."""
+    """Words of prompts that no training caption of data.kind=toy has; none if the set is not there.
+
+    Raises: Refusal, OSError.
+    """
+    if not prompts or cfg.data.kind != "toy" or not Path(cfg.data.train).is_dir():
+        return []
     samples = shards.ShardSet(cfg.data.train, shards.layout(cfg.model))
     samples.open()
     arrays = samples.layout.arrays()
@@ -205,10 +210,16 @@ def ensure(cfg: Config) -> None:
     Of several first starts each makes a set; the first that is whole stays. Raises: Refusal, OSError.
     """
     folder = Path(cfg.data.train).parent
-    if cfg.data.kind != "toy" or folder.exists():
+    if cfg.data.kind == "toy":
+        make_once(folder, lambda: make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count))
+
+
+def make_once(folder: Path, make: Callable[[], None]) -> None:
+    """Call what makes a folder whole, unless the folder is there. Raises: Refusal, OSError."""
+    if folder.exists():
         return
     try:
-        make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
+        make()
     except OSError:  # a folder cannot replace another
         if not folder.exists():
             raise

@@ -26,7 +26,7 @@ from flux_ref.sharding import ShardedFlux, local_rows, named_parameters
 TRAINER = "flux_ref"  # under "trained_by" in the metadata of exported files
 REMEDY = "give a run, a checkpoint, a .safetensors file in BFL's layout or diffusers' transformer folder"
 Shapes = dict[str, tuple[int, ...]]
-# Of BFL and diffusers. What stands before one of these names stands before all names of the model.
+# The first linear's name, by BFL and by diffusers. A prefix of it is a prefix of all names of the model.
 FIRST = ("img_in.weight", "x_embedder.weight")
 SCALES = ("scale_weight", "weight_scale")  # X.weight times X.weight_scale are the weights of X
 # For products in FP8; the weights do not need them.

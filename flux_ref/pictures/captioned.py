@@ -6,7 +6,6 @@ picture. No name in an archive leads out of it.
 
 import contextlib
 import csv
-import hashlib
 import io
 import itertools
 import json
@@ -70,15 +69,6 @@ class Picture:
 
 
 Part = Callable[[], Iterator[Picture]]  # some consecutive pictures; every call gives the same ones
-
-
-def is_held_out(name: str, share: float) -> bool:
-    """Whether a picture is of validation: by a hash of its name, so that a larger share keeps what a smaller one chose.
-
-    share: of all pictures, about.
-    """
-    word = hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:4]
-    return int.from_bytes(word) < share * 2**32
 
 
 def _bytes(content: Content, what: str) -> bytes:

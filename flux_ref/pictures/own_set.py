@@ -19,7 +19,7 @@ from flux_ref.pictures.captioned import Rejected
 from flux_ref.progress_bar import progress
 from flux_ref.schedule import TIMESTEPS
 
-VAL_SHARE = 0.1  # of the pictures, chosen by a hash of their names
+EVERY = 10  # one of so many pictures is held out
 MADE_FROM = "made_from.txt"
 SHOWN = 9  # pictures of codec.png
 
@@ -36,9 +36,8 @@ def ensure(cfg: Config) -> None:
     names = captioned.find(root)
     note = folder / MADE_FROM
     made_from = _digest(root, names)
-    if not folder.exists():
-        make(folder, root, names, cfg.model, made_from)
-    elif not note.is_file() or note.read_text() != made_from:
+    toy.make_once(folder, lambda: make(folder, root, names, cfg.model, made_from))
+    if not note.is_file() or note.read_text() != made_from:
         raise Refusal(
             f"{folder} was made from something else than {root} holds now; remove {folder} to make it anew, and the run"
             " that it trained, or give another --data.train=DIR/train, --data.val=DIR/val and --run.dir"
@@ -55,7 +54,8 @@ def make(folder: Path, root: Path, names: list[str], model: ModelConfig, made_fr
     """Write the set, which appears once it is whole, and say what there is. names: as captioned.find gives them."""
     counts = Counter[str]()
     rejected = []
-    examples: list[tuple[np.ndarray, str]] = []
+    pairs: list[np.ndarray] = []  # for codec.png: a picture, then what the codec makes of it
+    titles: list[str] = []
     lost = 0.0  # sum over pictures of the mean difference of a value, in 255ths
     found = chain.from_iterable(part() for part in captioned.parts_of(root, names, "text", 1000))
     with files.whole(folder, is_new=True) as place:
@@ -71,39 +71,38 @@ def make(folder: Path, root: Path, names: list[str], model: ModelConfig, made_fr
                     rejected.append(f"{one_line(picture.name)}\t{error}\n")
                     continue
                 values = pixels.numpy() / np.float32(127.5) - 1
-                split = "val" if captioned.is_held_out(picture.name, VAL_SHARE) else "train"
+                mean = toy.encode(values)
+                kept = toy.decode(mean)
+                number = counts.total()
+                split = "val" if is_held_out(number) else "train"
                 texts = toy.encode_caption(caption, model, ordered=True)
-                meta, members = toy.sample(split, counts[split], toy.encode(values), caption, texts)
+                meta, members = toy.sample(split, counts[split], mean, caption, texts)
                 shards.add(new[split], meta, members)
                 counts[split] += 1
-                lost += 127.5 * float(abs(toy.decode(toy.encode(values)) - values).mean())
-                if len(examples) < SHOWN:
-                    examples.append((values, caption))
+                lost += 127.5 * float(abs(kept - values).mean())
+                if number < SHOWN:
+                    pairs += [values, kept]
+                    titles += [caption, "as the toy codec keeps it"]
         _require_enough(root, counts, len(rejected))
         toy.write_empty(place, toy.encode_caption("", model, ordered=True))
         files.write_whole(place / "rejected.tsv", "picture\treason\n" + "".join(rejected))
         files.write_whole(place / MADE_FROM, made_from)
-        _show(examples, place / "codec.png")
-    total = counts.total()
+        sheet.save(pairs, titles, place / "codec.png")
     print(
         f"{folder}: {counts['train']:,} pictures to train on and {counts['val']:,} held out;"
         f" {len(rejected):,} rejected, see {folder}/rejected.tsv\n"
-        f"the toy codec changes a colour by {lost / total:.1f} of 255 on average; {folder}/codec.png shows it"
+        f"the toy codec changes a colour by {lost / counts.total():.1f} of 255 on average; {folder}/codec.png shows it"
     )
+
+
+def is_held_out(number: int) -> bool:
+    """Whether picture `number` of a folder is of validation. Its place among EVERY walks, as folders may repeat."""
+    return number % EVERY == 7 * (number // EVERY) % EVERY
 
 
 def _require_enough(root: Path, counts: Counter[str], rejected: int) -> None:
     if counts["val"] < TIMESTEPS or not counts["train"]:
         raise Refusal(
             f"data.pictures={root} gives {counts['train']} pictures to train on and {counts['val']} held out, and"
-            f" {rejected} are rejected; at least {TIMESTEPS} must be held out, so give about {10 * TIMESTEPS} pictures"
+            f" {rejected} are rejected; at least {TIMESTEPS} must be held out, one of {EVERY} is; give {EVERY * TIMESTEPS} good pictures"
         )
-
-
-def _show(examples: list[tuple[np.ndarray, str]], path: Path) -> None:
-    """Each picture beside what the codec makes of it."""
-    pictures, captions = [], []
-    for values, caption in examples:
-        pictures += [values, toy.decode(toy.encode(values))]
-        captions += [caption, "as the toy codec keeps it"]
-    sheet.save(pictures, captions, path)
