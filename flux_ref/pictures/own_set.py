@@ -103,6 +103,7 @@ def is_held_out(number: int) -> bool:
 def _require_enough(root: Path, counts: Counter[str], rejected: int) -> None:
     if counts["val"] < TIMESTEPS or not counts["train"]:
         raise Refusal(
-            f"data.pictures={root} gives {counts['train']} pictures to train on and {counts['val']} held out, and"
-            f" {rejected} are rejected; at least {TIMESTEPS} must be held out, one of {EVERY} is; give {EVERY * TIMESTEPS} good pictures"
+            f"data.pictures={root} gives {counts['train']} pictures to train on and {counts['val']} held out;"
+            f" {rejected} are rejected. One of {EVERY} is held out, and {TIMESTEPS} must be;"
+            f" give {EVERY * TIMESTEPS} good pictures"
         )
