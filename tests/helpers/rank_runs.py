@@ -44,7 +44,7 @@ SPLITS = {  # ways to run the same steps
     "regions of 2, kept gathered": {"parallel__region_blocks": 2, "parallel__kept_regions": -1},
 }
 VAL_SAMPLES = 36  # the clock at which validation is measured
-TIMEOUT_S = 100
+TIMEOUT_S = 240
 
 
 class Measured(dict):

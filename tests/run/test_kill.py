@@ -70,7 +70,7 @@ def endure(data: Path, folder: Path, kills: int, seed: int) -> int:
             if victim != "one rank":
                 job.process.kill()
             caught += is_saving(run)
-            assert job.gone(timeout=15, pids=ranks), f"ranks outlive the kill of {victim}:\n{job.said[-2000:]}"
+            assert job.gone(timeout=60, pids=ranks), f"ranks outlive the kill of {victim}:\n{job.said[-2000:]}"
             for path in checkpoint.list_checkpoints(run):
                 assert tensors_of(path)
             if victim != "one rank":
