@@ -33,7 +33,6 @@ from flux_ref.alive import Alive
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
 from flux_ref.data import ValSet
-from flux_ref.environment import choose_compiler_folder
 from flux_ref.errors import Options, Refusal, printable
 from flux_ref.evaluate import validation_loss
 from flux_ref.files import read_text
@@ -60,8 +59,7 @@ def main(argv: list[str]) -> int:
         world = ranks.start(cfg.parallel)
         # Training may save and delete checkpoints while ranks look.
         names = ranks.gather_objects([str(path) for path in paths])[0]
-        if cfg.parallel.compile:
-            choose_compiler_folder(cfg, world, stack)
+        sharding.choose_compiler_folder(cfg, world, stack)
         evaluate(cfg, world, [Path(name) for name in names], options, alive.mark)
     ranks.stop()
     return 0

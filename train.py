@@ -29,7 +29,6 @@ from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
 from flux_ref.checkpoint import Saver, load
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
-from flux_ref.environment import choose_compiler_folder
 from flux_ref.errors import Interrupted
 from flux_ref.evaluate import validation_loss
 from flux_ref.ranks import World
@@ -58,8 +57,7 @@ def main(argv: list[str]) -> int:
         train_set, val_set = data_sets(cfg, world)
         sizes = {"train_samples": train_set.count, "val_samples": val_set.count}
         counts = sizes.values()
-        if cfg.parallel.compile:
-            choose_compiler_folder(cfg, world, stack)
+        sharding.choose_compiler_folder(cfg, world, stack)
         saved = stack.enter_context(folder.held(cfg, world, sizes))
         log = BenchmarkLog()
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log.text)))

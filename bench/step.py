@@ -28,9 +28,8 @@ from flux_ref import config_file, errors, graphs, ranks, sharding, toy
 from flux_ref.arithmetic import Arithmetic, arithmetic_of
 from flux_ref.config import Config, micro_batch
 from flux_ref.data import Batch, HostBatch, TrainSet, copy_next
-from flux_ref.environment import peak_memory_gb
 from flux_ref.errors import Fault
-from flux_ref.ranks import World
+from flux_ref.ranks import World, peak_memory_gb
 from flux_ref.sharding import ShardedFlux
 from flux_ref.step import NEVER, Health, train_step
 from flux_ref.step_runner import State, StepRunner

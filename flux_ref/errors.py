@@ -1,4 +1,4 @@
-"""How a command reads its options, and how it ends: an error becomes one line and an exit code. Needs no torch.
+"""How a command reads its options, speaks, and ends: an error becomes one line and an exit code. Needs no torch.
 
 Exit codes: 0 done, 2 refused, 3 a fault stopped it, 128 + the number of a signal.
 """
@@ -16,6 +16,8 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
+
+from tqdm import tqdm
 
 LOST_DISK = (errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)  # of a network
 BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, *LOST_DISK)
@@ -175,6 +177,13 @@ class Terminal:
             if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe and of a terminal
                 error.filename = self.stream.name
                 raise
+
+
+def progress(iterable=None, **options: object) -> tqdm:
+    """tqdm, with a line every ten seconds in a log file; options are tqdm's."""
+    if not sys.stderr.isatty():
+        options |= {"mininterval": 10.0, "bar_format": "{l_bar}{bar}{r_bar}\n"}
+    return tqdm(iterable, **options)
 
 
 def told(error: OSError) -> str:

@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -159,6 +160,18 @@ def _device(local_rank: int) -> torch.device:
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(accelerator.type, local_rank)
+
+
+def device_name(device: torch.device) -> str:
+    """The model of a device, such as "NVIDIA H200"."""
+    return "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Largest device memory this process has held, in 1e9 bytes; on the CPU its peak resident size."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    return torch.get_device_module(device).max_memory_allocated(device) / 1e9
 
 
 def stop() -> None:

@@ -1,7 +1,9 @@
 """What a run writes into its folder and shows on the terminal while it trains. Only rank 0 writes."""
 
 import json
+import re
 import shlex
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,13 +20,11 @@ from flux_ref import config, folder, graphs, loss_chart, ranks, schedule
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.attention import attention_kernel
 from flux_ref.config import Config
-from flux_ref.environment import device_name, environment, peak_memory_gb
-from flux_ref.errors import Fault, Refusal, one_line, printable
+from flux_ref.errors import Fault, Refusal, one_line, printable, progress
 from flux_ref.evaluate import Validation
 from flux_ref.files import append, records, write_records, write_whole
 from flux_ref.model import parameter_table
-from flux_ref.progress_bar import forecast, progress
-from flux_ref.ranks import World
+from flux_ref.ranks import World, device_name, peak_memory_gb
 from flux_ref.step import NEVER, Health
 from flux_ref.step_runner import State, StepRunner
 
@@ -86,8 +86,15 @@ class Reporter:
 
     def write_environment(self, graph_bytes: int) -> None:
         """Write environment.json into the folder, which is there now. graph_bytes: as a StepRunner has it."""
-        record = environment(self.world) | {"graph_bytes": graph_bytes}
         if self.speaks:
+            record = {
+                "ranks": self.world.size,
+                "replicas": self.world.replicas,
+                "device": device_name(self.world.device),
+                "torch": torch.__version__,
+                "commit": commit(),
+                "graph_bytes": graph_bytes,
+            }
             write_whole(self.folder / folder.ENVIRONMENT, json.dumps(record, indent=2) + "\n")
         if graph_bytes:
             self.say(f"  graphs  take {graph_bytes / 1e9:.2f} GB outside torch's allocator")
@@ -250,3 +257,42 @@ def require_finite(first_bad: list[tuple[float, float]], kernel: str) -> None:
         if what == "gradient norm" and kernel == "cudnn":  # whose backward has been wrong before
             remedy += ", or try --parallel.attention=flash"
         raise Fault(f"{what} is not finite in step {step + 1:.0f}, first on rank {rank}; {remedy}")
+
+
+def commit(folder: Path = Path(__file__).parent) -> str:
+    """The commit of the code in a folder, "+" with changes that are not in it; "" outside a repository.
+
+    Nothing is written: `git describe --dirty` would lock and rewrite the index.
+    """
+    git = ["git", "--no-optional-locks", "-C", str(folder)]
+    try:
+        told = subprocess.run([*git, "status", "--porcelain=v2", "--branch", "-uno"], capture_output=True).stdout
+    except OSError:  # there is no git
+        return ""
+    head = re.search(rb"^# branch.oid (\w{12})", told)
+    is_changed = re.search(rb"^[^#]", told, re.MULTILINE)
+    return head[1].decode() + ("+" if is_changed else "") if head else ""
+
+
+def forecast(cfg: Config, world_size: int, samples: int, val_count: int, warm_s: float) -> str:
+    """How long a run takes from `samples` to train.max_samples, in one line.
+
+    val_count: validation samples. warm_s: seconds of a training step and a validation batch together, in the warm-up.
+    """
+    batch = cfg.train.global_batch
+    work = 3 * batch / world_size  # in forwards of a sample; a backward takes about as long as two
+    step_s = warm_s * work / (work + cfg.eval.batch)
+    val_s = (warm_s - step_s) * schedule.steps_for(val_count, world_size * cfg.eval.batch)
+    clock = range(samples, cfg.train.max_samples + batch, batch)
+    steps = len(clock) - 1
+    count = sum(schedule.evaluates(samples, cfg) for samples in clock)
+    total = duration(steps * step_s + count * val_s)
+    return f"about {total}: {steps:,} steps of {step_s:.2f} s and {count} evaluations of {val_s:.1f} s"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: 58 s, 12 min, 3.1 h."""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} h"

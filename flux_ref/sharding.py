@@ -8,8 +8,13 @@ A port replaces this file. Parameters keep Black Forest Labs' names whatever the
 """
 
 import math
+import os
+import secrets
+import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -18,9 +23,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from flux_ref import model, rng
+from flux_ref import model, ranks, rng
 from flux_ref.arithmetic import DTYPES, Arithmetic, arithmetic_of
-from flux_ref.attention import allow_attention_of
+from flux_ref.attention import allow_attention_of, attention_kernel
 from flux_ref.config import Config, ParallelConfig
 from flux_ref.model import Flux
 from flux_ref.ranks import World
@@ -167,6 +172,28 @@ def reshard(net: nn.Module) -> None:
 
 
 # Compiling
+
+
+def choose_compiler_folder(cfg: Config, world: World, stack: ExitStack) -> None:
+    """With parallel.compile, give torch's compiler a folder of this start, for all ranks of a node. Collective.
+
+    By itself torch takes the pickles and the code that lie in /tmp/torchinductor_USER; another user may have made it.
+    The own folder is removed when the stack ends; TORCHINDUCTOR_CACHE_DIR=DIR keeps the code in DIR for later starts.
+    Call this before a net is built: torch then imports its compiler, which looks for the folder. Raises: Refusal.
+    """
+    if not cfg.parallel.compile:
+        return
+    token = ranks.gather_objects(secrets.token_hex(8))[0]  # nobody can have made a folder of this name
+    own = f"{tempfile.gettempdir()}/flux_ref_compiled_{token}"
+    stack.callback(shutil.rmtree, own, ignore_errors=True)
+    with ranks.agreed():
+        os.makedirs(own, mode=0o700, exist_ok=True)
+    kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or own
+    # torch finds compiled code by the code of the net. That does not name the kernel of attention, so the folder does.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{kept}/{attention_kernel(cfg, world.device).replace(' ', '_')}"
+    # torch keeps some files below the temporary folder, whatever TORCHINDUCTOR_CACHE_DIR says.
+    os.environ["TMPDIR"] = own
+    tempfile.tempdir = own
 
 
 def options(device: torch.device, own: dict[str, object]) -> dict[str, object]:

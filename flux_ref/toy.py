@@ -1,4 +1,4 @@
-"""Fixed stand-ins for FLUX.1's three frozen encoders, and a toy data set: captioned drawings.
+"""Fixed stand-ins for FLUX.1's three frozen encoders, a toy data set of captioned drawings, and its judge.
 
 A block DCT stands in for the autoencoder: it maps (3, H, W) to mean and logvar of (16, H/8, W/8) and decodes back.
 Fixed random word vectors stand in for T5 and CLIP. They take any picture and any caption.
@@ -15,7 +15,7 @@ import numpy as np
 
 from flux_ref import files, rng, schedule, shards
 from flux_ref.config import Config, ModelConfig
-from flux_ref.progress_bar import progress
+from flux_ref.errors import progress
 from flux_ref.shards import Arrays, Meta
 
 COLOURS = {
@@ -37,6 +37,7 @@ PLACES = {  # centre (x, y) of the drawing, in parts of the image
 SIZES = {"small": 0.14, "large": 0.23}  # half of the width
 BACKGROUND = 0.92
 JITTER = 0.03  # a drawing's centre moves by up to this much, in parts of the image
+SHIFTS = (-2 / 3 * JITTER, 0.0, 2 / 3 * JITTER)  # no drawing of the data set is far from these
 LOGVAR = -8.0  # logvar of every latent value, about as small as a trained autoencoder's
 
 
@@ -88,6 +89,31 @@ def render(drawing: Drawing, height: int, width: int, dx: float = 0.0, dy: float
     cover = inside.reshape(height, fine, width, fine).mean(axis=(1, 3))
     colour = np.array(COLOURS[drawing.colour])[:, None, None]
     return ((BACKGROUND + cover * (colour - BACKGROUND)) * 2 - 1).astype(np.float32)
+
+
+@functools.cache
+def _all_pictures(rows: int, columns: int) -> tuple[list[str], np.ndarray]:
+    """The caption of each drawing at each of SHIFTS, and the picture, (n, 3, rows, columns)."""
+    known = [*itertools.product(all_drawings(), SHIFTS, SHIFTS)]
+    pictures = [render(drawing, rows, columns, dx, dy) for drawing, dx, dy in known]
+    return [drawing.caption for drawing, _, _ in known], np.stack(pictures)
+
+
+def judge(pictures: list[np.ndarray], captions: list[str]) -> dict[str, str]:
+    """{caption: what its picture shows} of the generated pictures that do not show their caption.
+
+    A picture shows the drawing that differs least from it, by the mean squared difference of a value at half size.
+    pictures: (3, H, W) in [-1, 1], H and W even.
+    """
+    wrong = {}
+    for picture, caption in zip(pictures, captions):
+        _, height, width = picture.shape
+        half = picture.reshape(3, height // 2, 2, width // 2, 2).mean(axis=(2, 4))
+        known, drawings = _all_pictures(*half.shape[1:])
+        shown = known[np.square(drawings - half).mean(axis=(1, 2, 3)).argmin()]
+        if shown != caption:
+            wrong[caption] = shown
+    return wrong
 
 
 # The 8-point DCT-II as an orthonormal matrix, frequency first.

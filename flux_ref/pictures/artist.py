@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flux_ref import config, latents, ranks, rng, sharding, shards, toy
 from flux_ref.arithmetic import DTYPES
 from flux_ref.config import Config
-from flux_ref.pictures import encoders, judge, sheet
+from flux_ref.pictures import encoders, sheet
 from flux_ref.ranks import World
 from flux_ref.report import Reporter
 from flux_ref.shards import Arrays, ShardSet
@@ -170,5 +170,5 @@ class Gallery(Artist):
                 sheet.strip(path.parent, pictures[0].shape[1])
             self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures: {path}")
         if pictures and self.cfg.data.kind == "toy" and not self.cfg.data.pictures:
-            self.report.judged(samples, len(pictures), judge.wrong(pictures, self.captions))
+            self.report.judged(samples, len(pictures), toy.judge(pictures, self.captions))
         self.report.pause(time.perf_counter() - begin)

@@ -31,11 +31,10 @@ from tqdm import tqdm
 from flux_ref import files, ranks, shards
 from flux_ref.arithmetic import DTYPES
 from flux_ref.config import ModelConfig, ParallelConfig
-from flux_ref.errors import Refusal, between, one_line
+from flux_ref.errors import Refusal, between, one_line, progress
 from flux_ref.pictures import captioned
 from flux_ref.pictures.captioned import Part, Picture, Rejected
 from flux_ref.pictures.encoders import Encoders
-from flux_ref.progress_bar import progress
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import job
 
