@@ -146,19 +146,18 @@ def run_steps(steps: StepRunner, feed: Iterator[HostBatch] | None, clock: Clock,
     On an accelerator the span "data" begins when the device has finished the step before and ends when the batch
     is on it. The span is the device's wait, not the time that the host waits. Without a feed the batch stays as it is.
     """
-    loss = torch.zeros(())
     steps.health.restart(steps.state.step)
     for _ in range(count):
         clock.mark("data")
         if feed:
             copy_next(feed, steps.train_batch)
         clock.mark("step")
-        loss, _ = steps.step()
+        steps.step()
         clock.mark(END)
     if (steps.health.first_bad != NEVER).any():
         remedy = "lower optim.lr or take another parallel.attention"
         raise Fault(f"the loss or the gradient norm is not finite, so the times mean nothing; {remedy}")
-    return float(loss)
+    return float(steps.loss)
 
 
 def split(cfg: Config, state: State, batch: Batch, clock: Clock) -> dict:

@@ -13,7 +13,6 @@ optim.ema there is also optimizer.state.NAME.ema.
 """
 
 import json
-import re
 import shlex
 import shutil
 import threading
@@ -28,12 +27,12 @@ from torch import Tensor
 
 from flux_ref import config, files, ranks, sharding, tensors
 from flux_ref.config import Config
-from flux_ref.errors import Fault, Refusal
+from flux_ref.errors import Fault, Refusal, one_line
 from flux_ref.ranks import World
 from flux_ref.step_runner import State
 
 MANIFEST = "manifest.json"
-NAME = re.compile(r"step_([0-9]{9})")
+NAMES = "step_" + 9 * "[0-9]"  # as of files
 FILE_BYTES = 2**28  # writing takes as much host memory; a reader of some rows reads the whole file, for its checksum
 HISTORY = "fp8.history."  # and a layer: how the keys of delayed scales begin
 
@@ -45,7 +44,7 @@ def folder_of(run: Path) -> Path:
 
 def list_checkpoints(run: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first. Raises: OSError for a folder that may not be read."""
-    return [path for path in files.matching(folder_of(run), "step_*") if NAME.fullmatch(path.name)]
+    return files.matching(folder_of(run), NAMES)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -261,7 +260,7 @@ class Saver:
         try:
             self._write(final, partial, info, wait_for_copy)
         except Exception as error:  # on every rank: disks fill up
-            self.failure = " ".join(str(error).split())
+            self.failure = one_line(error)
         if self.world.rank == 0 and self.failure:
             files.remove(partial)
             self.say(f"checkpoint {final} NOT saved: {self.failure}; older ones are untouched, training goes on")

@@ -13,13 +13,12 @@ import math
 import os
 import secrets
 import shutil
-import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NoReturn
 
-from flux_ref.errors import Refusal
+from flux_ref.errors import Refusal, notice
 
 PARTIAL = ".flux_ref_partial"  # how the names of what is being written end
 
@@ -170,10 +169,7 @@ def lock(path: Path, what: str) -> Iterator[None]:
         except BlockingIOError:
             raise Refusal(f"{what} is in use by another job; wait for it, or choose another folder") from None
         except OSError as error:
-            print(
-                f"warning: {path} cannot be locked ({error.strerror}), so another job would not be noticed",
-                file=sys.stderr,
-            )
+            notice(f"warning: {path} cannot be locked ({error.strerror}), so another job would not be noticed")
         yield
 
 
@@ -189,6 +185,9 @@ def records(path: Path, samples: float = math.inf) -> list[dict]:
         raise Refusal(f"{path} has a damaged line; mend it or set run.dir to another folder") from None
 
 
-def write_records(path: Path, kept: list[dict]) -> None:
-    """Write a .jsonl file anew."""
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
+def cut(path: Path, samples: float) -> list[dict]:
+    """Leave only the records with `samples` up to a number in a .jsonl file, and return them. Raises: as `records`."""
+    kept = records(path, samples)
+    if path.exists():
+        write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
+    return kept

@@ -95,11 +95,10 @@ class CapturedRunner(StepRunner):
         self.graphs: dict[str, Any] = {}  # what the recorder returns, by kind and phase
         self.drawing_bytes = 0.0  # what a drawing takes beside the graphs, about
 
-    def train(self) -> tuple[Tensor, Tensor]:
+    def train(self) -> None:
         if not self.graphs:
             return super().train()
         self.graphs[f"train {self.state.arithmetic.phase(self.state.step)}"].replay()
-        return self.loss, self.grad_norm
 
     def validate(self) -> None:
         if not self.graphs:
@@ -220,9 +219,9 @@ def measured(runner: StepRunner) -> dict[str, float]:
         runner.forget()
         runner.state.set_counters(phase, 0)
         for number in (1, 2):
-            loss, norm = runner.train()
-            found[f"loss of step {number} in phase {phase}"] = float(loss)
-            found[f"norm of step {number} in phase {phase}"] = float(norm)
+            runner.train()
+            found[f"loss of step {number} in phase {phase}"] = float(runner.loss)
+            found[f"norm of step {number} in phase {phase}"] = float(runner.grad_norm)
         runner.sums.zero_()
         runner.validate()
         found[f"loss of validation in phase {phase}"] = float(runner.sums[1].sum())

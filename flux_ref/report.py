@@ -22,7 +22,7 @@ from flux_ref.attention import attention_kernel
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal, one_line, printable, progress
 from flux_ref.evaluate import Validation
-from flux_ref.files import append, records, write_records, write_whole
+from flux_ref.files import append, cut, write_whole
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World, device_name, peak_memory_gb
 from flux_ref.step import NEVER, Health
@@ -106,14 +106,12 @@ class Reporter:
         """
         with ranks.agreed():
             if self.speaks:
-                trained = records(self.folder / "metrics.jsonl", samples)
-                repeated = schedule.evaluates(samples, self.cfg)  # the evaluation at the checkpoint
-                evaluated = records(self.folder / "eval.jsonl", samples - repeated)
-                write_records(self.folder / "metrics.jsonl", trained)
-                write_records(self.folder / "eval.jsonl", evaluated)
-                if (judged := self.folder / PICTURES).exists():
-                    repeated = schedule.due(samples, self.cfg.sample.every_samples, self.cfg.train.global_batch)
-                    write_records(judged, records(judged, samples - repeated))
+                # An evaluation and a drawing at the checkpoint are repeated.
+                evaluates = schedule.evaluates(samples, self.cfg)
+                draws = schedule.due(samples, self.cfg.sample.every_samples, self.cfg.train.global_batch)
+                trained = cut(self.folder / "metrics.jsonl", samples)
+                evaluated = cut(self.folder / "eval.jsonl", samples - evaluates)
+                cut(self.folder / PICTURES, samples - draws)
                 self.train_curve = [(record["samples"], record["loss"]) for record in trained]
                 self.val_curve = [(record["samples"], record["val_loss"]) for record in evaluated]
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")

@@ -80,9 +80,5 @@ def test_rows_of_padding_add_nothing(world, micro):
 
 
 def test_what_has_no_mean_is_a_fault():
-    for sums, words in (
-        ([[2.0] * 6 + [0.0, 2.0]] * 2, "no sample with timestep 6"),
-        ([[2.0] * 8, [1.0] * 7 + [float("nan")]], "not finite after 36 training samples"),
-    ):
-        with pytest.raises(Fault, match=words):
-            summarise(sums, 36)
+    with pytest.raises(Fault, match="not finite after 36 training samples"):
+        summarise([[2.0] * 8, [1.0] * 7 + [float("nan")]], 36)
