@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flux_ref import model, ranks, rng
 from flux_ref.arithmetic import DTYPES, Arithmetic, arithmetic_of
-from flux_ref.attention import allow_attention_of, attention_kernel
+from flux_ref.attention import allow_attention, attention_kernel
 from flux_ref.config import Config, ParallelConfig
 from flux_ref.model import Flux
 from flux_ref.ranks import World
@@ -87,7 +87,7 @@ def build(cfg: Config, world: World, seed: int | None, arithmetic: Arithmetic | 
     seed: of its initial weights; None leaves the weights undefined. arithmetic: None is arithmetic_of(cfg).
     """
     arithmetic = arithmetic or arithmetic_of(cfg)
-    allow_attention_of(cfg, world.device)
+    allow_attention(cfg, world.device)
     with torch.device("meta"):
         plain = Flux(cfg.model)
         arithmetic.convert(plain, world.device)

@@ -185,6 +185,12 @@ class ShardSet:
     def __len__(self) -> int:
         return self.first[-1]
 
+    def __iter__(self) -> Iterator[tuple[Meta, Arrays]]:
+        """Every sample of an open set, in memory of its own. Raises: BadSample."""
+        for index in range(len(self)):
+            arrays = self.layout.arrays()
+            yield self.read(index, arrays), arrays
+
     def open(self) -> None:
         for shard in self.shards:
             shard.open()

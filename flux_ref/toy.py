@@ -180,8 +180,7 @@ def unknown_words(prompts: list[str], cfg: Config) -> list[str]:
         return []
     samples = shards.ShardSet(cfg.data.train, shards.layout(cfg.model))
     samples.open()
-    arrays = samples.layout.arrays()
-    known = {word for i in range(len(samples)) for word in words(samples.read(i, arrays).caption)}
+    known = {word for meta, _ in samples for word in words(meta.caption)}
     return [word for word in dict.fromkeys(words(" ".join(prompts))) if word not in known]
 
 

@@ -116,14 +116,6 @@ def bfl_parts(model: ModelConfig) -> Parts:
     return parts
 
 
-def diffusers_table(model: ModelConfig) -> Shapes:
-    """diffusers' name -> shape of every parameter."""
-    shapes = parameter_table(model)
-    return {
-        name: (sum(part.rows for part in parts), *shapes[parts[0].name][1:]) for name, parts in bfl_parts(model).items()
-    }
-
-
 # Values
 
 
@@ -212,8 +204,9 @@ def _of_files(path: Path, model: ModelConfig) -> Source:
     table = parameter_table(model)
     parts = whole_parts(table)
     if any("transformer_blocks." in name for name in own):  # each of diffusers' files has some
-        table = diffusers_table(model)
         parts = diffusers_parts(model)
+        theirs = bfl_parts(model)
+        table = {name: (sum(own.rows for own in of), *table[of[0].name][1:]) for name, of in theirs.items()}
     scales = {f"{name.rpartition('.')[0]}.weight": name for name in own if name.endswith(SCALES)}
     one = {name: own[name] if prod(own[name]) == 1 else () for name in scales.values()}  # a scale of blocks is refused
     tensors.require_fit(own, table | one, f"weights {path}")

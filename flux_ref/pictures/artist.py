@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,7 @@ class Artist:
         """
         count = self.cfg.sample.count
         found: dict[str, list[Tensor]] = {}
-        for number in range(min(len(samples), LOOKED_AT * count)):
-            arrays = samples.layout.arrays()
-            meta = samples.read(number, arrays)
+        for meta, arrays in islice(samples, LOOKED_AT * count):
             found.setdefault(meta.caption or meta.key, _texts(arrays))
             if len(found) == count:
                 break

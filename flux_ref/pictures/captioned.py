@@ -226,7 +226,7 @@ def parts_of(root: Path, names: list[str], column: str, size: int) -> list[Part]
             groups[key].append(File(name, key, suffix.lower(), root / name))
     found = list(itertools.chain.from_iterable(map(_grouped, groups.values())))
     if listings:
-        found = _listed(root, listings[0], {picture.name: picture for picture in found}, column)
+        found = _listed(root, listings[0], [picture.name for picture in found], column)
     for start in range(0, len(found), size):
         parts.append(partial(iter, found[start : start + size]))
     return parts
@@ -235,12 +235,12 @@ def parts_of(root: Path, names: list[str], column: str, size: int) -> list[Part]
 # Tables of captions
 
 
-def _listed(root: Path, listing: str, files: dict[str, Picture], column: str) -> list[Picture]:
+def _listed(root: Path, listing: str, files: list[str], column: str) -> list[Picture]:
     """The rows of metadata.jsonl or metadata.csv, then the files that no row names. Raises: Refusal."""
     alike = defaultdict(list)
     for name in files:
         alike[_plain(name)].append(name)
-    rest = dict(files)
+    rest = dict.fromkeys(files)
     found = []
     for number, row in enumerate(_rows(root / listing, column), 1):
         given = row.get(FILE_NAME)
@@ -277,12 +277,11 @@ def _rows(path: Path, column: str) -> list[dict]:
     except (ValueError, csv.Error) as error:
         raise Refusal(f"{path}: {error}; mend it") from None
     columns = dict.fromkeys(name for row in rows for name in row)
-    if not columns:
-        raise Refusal(f"{path} has no row; give each picture a line of its own, in .jsonl one object")
-    for absent in (FILE_NAME, column):
-        if absent not in columns:
-            names = ", ".join(map(shown, list(columns)[:20]))
-            raise Refusal(f"{path} has no column {absent!r}, only {names}; add it or give --caption-column NAME")
+    for name in (FILE_NAME, column):
+        if name not in columns:
+            names = ", ".join(map(shown, list(columns)[:20])) or "none"
+            remedy = "give each picture a line of its own, in .jsonl one object; or give --caption-column NAME"
+            raise Refusal(f"{path}: no row has the column {name!r}; its columns: {names}; {remedy}")
     return rows
 
 

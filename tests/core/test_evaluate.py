@@ -24,15 +24,15 @@ def plain(shapes_dir) -> list[list[float]]:
     stored = shards.ShardSet(cfg.data.val, shards.layout(cfg.model))
     stored.open()
     losses = [[] for _ in range(schedule.TIMESTEPS)]
-    for i in range(len(stored)):
-        rows = stored.layout.arrays()
-        timestep = stored.read(i, rows).timestep
-        sample = {name: shards.from_bf16_bits(bits) for name, bits in rows.items()} | {"t": np.float32(timestep / 8)}
+    for i, (meta, rows) in enumerate(stored):
+        sample = {name: shards.from_bf16_bits(bits) for name, bits in rows.items()} | {
+            "t": np.float32(meta.timestep / 8)
+        }
         for name, stream in (("latent_eps", rng.VAL_LATENT), ("noise", rng.VAL_NOISE)):
             sample[name] = rng.normals(0, stream, cfg.model.latent_shape, sample=i, epoch=rank_runs.VAL_SAMPLES)
         batch = {name: torch.as_tensor(value)[None] for name, value in sample.items()}
         with torch.no_grad():
-            losses[timestep].append(float(flow.losses(net, batch, torch.float32)))
+            losses[meta.timestep].append(float(flow.losses(net, batch, torch.float32)))
     return losses
 
 

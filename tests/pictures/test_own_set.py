@@ -48,11 +48,7 @@ def pictures(tmp_path_factory) -> Path:
 def stored(folder: Path, split: str) -> list[tuple[shards.Meta, shards.Arrays]]:
     samples = shards.ShardSet(folder / split, shards.layout(MODEL))
     samples.open()
-    found = []
-    for i in range(len(samples)):
-        arrays = samples.layout.arrays()
-        found.append((samples.read(i, arrays), arrays))
-    return found
+    return [*samples]
 
 
 def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):

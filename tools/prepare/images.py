@@ -160,10 +160,8 @@ def _stored(folder: Path, split: str, layout: shards.Layout) -> shards.ShardSet:
 def _in_turns(val: shards.ShardSet) -> Iterator[tuple[shards.Meta, shards.Arrays]]:
     """The samples of validation, each with its timestep."""
     val.open()
-    for index in range(len(val)):
-        arrays = val.layout.arrays()
-        caption = val.read(index, arrays).caption
-        yield shards.Meta(shards.key_of("val", index), index % TIMESTEPS, caption), arrays
+    for index, (meta, arrays) in enumerate(val):
+        yield shards.Meta(shards.key_of("val", index), index % TIMESTEPS, meta.caption), arrays
 
 
 def _made_from(args: argparse.Namespace, model: ModelConfig, listed: list[str]) -> dict:
