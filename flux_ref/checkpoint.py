@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from flux_ref import config, files, ranks, sharding, tensors
-from flux_ref.config import Config
-from flux_ref.errors import Fault, Refusal, one_line
+from flux_ref.config import Config, Shapes
+from flux_ref.errors import Fault, Refusal, Say, one_line
 from flux_ref.ranks import World
 from flux_ref.step_runner import State
 
@@ -74,7 +74,10 @@ class TensorSlice:
     shape: torch.Size
 
 
-def rows_of(state: State) -> dict[str, TensorSlice]:
+Rows = dict[str, TensorSlice]  # by checkpoint key
+
+
+def rows_of(state: State) -> Rows:
     """All tensors of a state by checkpoint key, as the rows that this rank holds. They share memory with the state."""
     rows = {}
     for name, parameter in sharding.named_parameters(state.net).items():
@@ -89,7 +92,7 @@ def rows_of(state: State) -> dict[str, TensorSlice]:
     return rows
 
 
-def rows_to_write(rows: dict[str, TensorSlice], world: World) -> dict[str, TensorSlice]:
+def rows_to_write(rows: Rows, world: World) -> Rows:
     """The rows that this rank writes. Replicas hold equal rows; each tensor is written by one replica.
 
     The next tensor goes to the replica with the fewest elements so far, so all nodes write about equally much.
@@ -106,13 +109,13 @@ def rows_to_write(rows: dict[str, TensorSlice], world: World) -> dict[str, Tenso
     return own
 
 
-def host_copies(rows: dict[str, TensorSlice], pin: bool) -> list[dict[str, TensorSlice]]:
+def host_copies(rows: Rows, pin: bool) -> list[Rows]:
     """The same rows, all fp32, as undefined host tensors, in groups that become files. pin: pinned.
 
     A group has one buffer of at most FILE_BYTES, or one tensor: torch rounds each pinned allocation up to a power of
     two, so one buffer per tensor would take a third more. Raises: RuntimeError.
     """
-    groups: list[dict[str, TensorSlice]] = []
+    groups: list[Rows] = []
     room = 0
     for key, row in rows.items():
         if row.local.nbytes > room:
@@ -135,7 +138,7 @@ def host_copies(rows: dict[str, TensorSlice], pin: bool) -> list[dict[str, Tenso
 Written = dict[str, tuple[int, dict[str, tuple[int, int]]]]
 
 
-def write_rank(folder: Path, rank: int, groups: list[dict[str, TensorSlice]]) -> Written:
+def write_rank(folder: Path, rank: int, groups: list[Rows]) -> Written:
     """Write the rows of one rank, and wait until they are on the disk. Raises: OSError."""
     written: Written = {}
     for number, rows in enumerate(groups):
@@ -176,7 +179,7 @@ class Saver:
         world: World,
         state: State,
         facts: dict[str, int],
-        say: Callable[[str], None],
+        say: Say,
         saved: int | None = None,
     ):
         """Takes the host memory of the copies. Collective.
@@ -307,7 +310,7 @@ class Checkpoint:
         if content.pop("crc32", None) != _checksum(content):
             raise self._damaged(path)
         self.info: dict = content["info"]
-        self.shapes: dict[str, tuple[int, ...]] = {key: tuple(shape) for key, shape in content["shapes"].items()}
+        self.shapes: Shapes = {key: tuple(shape) for key, shape in content["shapes"].items()}
         self.files: Written = content["files"]
         self._places: dict[str, list[tuple[int, int, str]]] = {}  # of each tensor: first row, rows, file
         for name, (_, rows) in self.files.items():

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, get_args
 
-from flux_ref.config import KEYS, Config, flat, rank_batch, run_dir
+from flux_ref.config import KEYS, Config, Values, flat, rank_batch, run_dir
 from flux_ref.errors import Refusal, Terminal, printable, shown
 from flux_ref.files import decode, read_text
 
@@ -30,7 +30,7 @@ def load(path: str | Path, overrides: Collection[str] = ()) -> Config:
         tree = tomllib.loads(read_text(path, "config"))
     except ValueError as error:
         raise Refusal(f"config {path} is not valid TOML: {error}") from None
-    values: dict[str, Any] = {}
+    values: Values = {}
     for section, part in tree.items():
         if isinstance(part, dict):
             values |= {f"{section}.{name}": value for name, value in part.items()}
@@ -44,7 +44,7 @@ def replace(cfg: Config, **values: object) -> Config:
     return from_flat(cfg.name, flat(cfg) | {key.replace("__", "."): value for key, value in values.items()})
 
 
-def from_flat(name: str, values: dict[str, Any]) -> Config:
+def from_flat(name: str, values: Values) -> Config:
     """The config that `flat` made, also after JSON. Keys that are left out have their defaults. Raises: Refusal."""
     cfg = Config(name)
     for key, value in values.items():
@@ -101,9 +101,9 @@ def announce(argv: list[str], default: str) -> None:
             print(line, file=Terminal(sys.stdout), flush=True)
 
 
-def parsed(overrides: Collection[str]) -> dict[str, Any]:
+def parsed(overrides: Collection[str]) -> Values:
     """The values of `--section.key=value` overrides by key; a string needs no quotes. Raises: Refusal."""
-    values: dict[str, Any] = {}
+    values: Values = {}
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
         if not (text.startswith("--") and equals):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flux_ref import ranks, rng, schedule, shards
-from flux_ref.config import Config, ModelConfig, empty_dir, rank_batch
+from flux_ref.config import Config, ModelConfig, Shape, empty_dir, rank_batch
 from flux_ref.errors import Fault, Refusal
 from flux_ref.shards import Arrays
 
@@ -28,7 +28,7 @@ Item = tuple[int, int]
 PADDING = -1  # timestep of a row without a sample
 
 
-def fields(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def fields(model: ModelConfig) -> dict[str, tuple[Shape, torch.dtype]]:
     """Shape (without the batch axis) and dtype of everything in a batch."""
     stored = shards.layout(model).shapes
     return {name: (shape, torch.bfloat16) for name, shape in stored.items()} | {

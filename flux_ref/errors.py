@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 LOST_DISK = (errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)  # of a network
 BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, *LOST_DISK)
+Say = Callable[[str], None]  # takes a line, or the name of what a rank does
 LINGER_S = 5.0  # torchrun ends all ranks when one ends; the rank that knows the reason must print it before
 
 

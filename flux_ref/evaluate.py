@@ -7,14 +7,13 @@ The last batches may have rows that only fill them. Such rows have no timestep (
 """
 
 import math
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from flux_ref.data import ValSet, copy_next
-from flux_ref.errors import Fault
+from flux_ref.errors import Fault, Say
 from flux_ref.step_runner import Validator
 
 
@@ -31,7 +30,7 @@ def validation_loss(
     steps: Validator,
     val: ValSet,
     samples: int,
-    stop_point: Callable[[str], None] = lambda place: None,
+    stop_point: Say = lambda place: None,
 ) -> Validation:
     """Evaluate a net on the whole validation set. Collective: every rank runs the same number of batches.
 

@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from flux_ref import config, folder, graphs, loss_chart, ranks, schedule
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.attention import attention_kernel
 from flux_ref.config import Config
-from flux_ref.errors import Fault, Refusal, one_line, printable, progress
+from flux_ref.errors import Fault, Refusal, Say, one_line, printable, progress
 from flux_ref.evaluate import Validation
 from flux_ref.files import append, cut, write_whole
 from flux_ref.model import parameter_table
@@ -34,7 +34,7 @@ PICTURES = "pictures.jsonl"
 class Reporter:
     """Terminal, loss.png, outcome.json, TensorBoard's curves and the .jsonl files of one run."""
 
-    def __init__(self, cfg: Config, world: World, write: Callable[[str], None]):
+    def __init__(self, cfg: Config, world: World, write: Say):
         """write: adds a line to the result file."""
         self.cfg = cfg
         self.world = world

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from flux_ref import files
+from flux_ref.config import ModelConfig, Shape, Shapes
 from flux_ref.errors import Refusal, one_line, shown
 
 MEMBERS = ("t5", "clip", "mean", "logvar")
@@ -49,7 +50,7 @@ def _round_up(size: int, unit: int = BLOCK) -> int:
 
 
 @cache
-def npy_header(shape: tuple[int, ...]) -> bytes:
+def npy_header(shape: Shape) -> bytes:
     stream = io.BytesIO()
     np.lib.format.write_array_header_1_0(stream, {"descr": "<u2", "fortran_order": False, "shape": shape})
     return stream.getvalue()
@@ -58,7 +59,7 @@ def npy_header(shape: tuple[int, ...]) -> bytes:
 class Layout:
     """The bytes of one sample, given the shape of each member."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]]):
+    def __init__(self, shapes: Shapes):
         self.shapes = shapes
         # Of a sample in a shard, with tar headers and padding.
         self.stride = 2 * BLOCK + sum(BLOCK + _round_up(NPY_HEADER + 2 * prod(shapes[name])) for name in MEMBERS)
@@ -75,8 +76,8 @@ class Layout:
         return np.frombuffer(blob, np.uint16, offset=NPY_HEADER).reshape(shape)
 
 
-def layout(model) -> Layout:
-    """The layout of samples for a model (config.ModelConfig)."""
+def layout(model: ModelConfig) -> Layout:
+    """The layout of samples for a model."""
     latent = model.latent_shape
     text = (model.text_tokens, model.t5_dim)
     return Layout({"t5": text, "clip": (model.clip_dim,), "mean": latent, "logvar": latent})

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flux_ref import checkpoint, config_file, ranks, tensors
 from flux_ref.checkpoint import Checkpoint
-from flux_ref.config import Config, ModelConfig
+from flux_ref.config import Config, ModelConfig, Shapes
 from flux_ref.errors import Refusal, notice
 from flux_ref.files import matching
 from flux_ref.model import parameter_table
@@ -25,7 +25,6 @@ from flux_ref.sharding import ShardedFlux, local_rows, named_parameters
 
 TRAINER = "flux_ref"  # under "trained_by" in the metadata of exported files
 REMEDY = "give a run, a checkpoint, a .safetensors file in BFL's layout or diffusers' transformer folder"
-Shapes = dict[str, tuple[int, ...]]
 # The first linear's name, by BFL and by diffusers. A prefix of it is a prefix of all names of the model.
 FIRST = ("img_in.weight", "x_embedder.weight")
 SCALES = ("scale_weight", "weight_scale")  # X.weight times X.weight_scale are the weights of X

@@ -1,7 +1,6 @@
 """Pictures from captions: Euler steps from noise to data, with classifier-free guidance; and the pictures of a run."""
 
 import time
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flux_ref import config, latents, ranks, rng, sharding, shards, toy
 from flux_ref.arithmetic import DTYPES
 from flux_ref.config import Config
+from flux_ref.errors import Say
 from flux_ref.pictures import encoders, sheet
 from flux_ref.ranks import World
 from flux_ref.report import Reporter
@@ -58,7 +58,7 @@ class Artist:
         if self.cfg.sample.guidance != 1.0:
             self.empty = _texts(shards.read_empty(config.empty_dir(self.cfg), samples.layout))
 
-    def take_prompts(self, prompts: list[str], home: Path, at: Callable[[str], None]) -> None:
+    def take_prompts(self, prompts: list[str], home: Path, at: Say) -> None:
         """Draw prompts, encoded as a data set has them. home: the folder of the encoders. Raises: Refusal.
 
         The encoders are gone before a net is built. at: called before each prompt with what this rank does.
@@ -76,7 +76,7 @@ class Artist:
                 self.encoded.append([net([text])[0].bfloat16() for net in (nets.t5, nets.clip)])
         self.empty = self.encoded.pop()
 
-    def paint(self, net: nn.Module, at: Callable[[str], None]) -> list[np.ndarray]:
+    def paint(self, net: nn.Module, at: Say) -> list[np.ndarray]:
         """A picture of each caption, (3, H, W) about in [-1, 1]; none on ranks other than 0. Collective.
 
         at: called before each sampling step with its name. It may raise, on all ranks alike.
@@ -90,7 +90,7 @@ class Artist:
         return pictures
 
     @torch.no_grad()
-    def generate_latents(self, net: nn.Module, first: int, at: Callable[[str], None]) -> Tensor:
+    def generate_latents(self, net: nn.Module, first: int, at: Say) -> Tensor:
         """A latent for each of eval.batch captions: (B, C, Y, X) fp32, on the autoencoder's scale. Collective.
 
         first: number of the first caption. Caption i starts from noise i of sample.seed. at: as for `paint`.
@@ -148,7 +148,7 @@ class Gallery(Artist):
         self.samples = samples
         self.newest = -1  # training samples at the newest sheet
 
-    def draw(self, state: State, at: Callable[[str], None]) -> None:
+    def draw(self, state: State, at: Say) -> None:
         """Draw the first sample.count captions from the same noise as ever, unless they are drawn. Collective.
 
         Training goes on as without pictures: drawing changes no weight and no number of training, and takes dynamic
