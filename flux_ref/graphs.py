@@ -23,6 +23,7 @@ from flux_ref.ranks import World
 from flux_ref.step_runner import State, StepRunner
 
 CAPTURED = "captured"
+Figures = dict[str, float]  # of steps, by what they are
 KEPT: list[dict] = []  # after an error a graph stays until the process ends: to destroy it may wait for a lost rank
 # Relative differences between a graph and the eager step that libraries' workspaces may cause.
 FLOORS = {"loss": 1e-5, "norm": 1e-3}
@@ -209,7 +210,7 @@ def bit_sums(state: State) -> Tensor:
     return torch.stack([shard.view(torch.int32).sum(dtype=torch.int64) for shard in state.opt.shards])
 
 
-def measured(runner: StepRunner) -> dict[str, float]:
+def measured(runner: StepRunner) -> Figures:
     """Loss and norm of two steps at learning rate 0 and the sum of a validation, in each phase, from the same start.
 
     The second step shows gradients that the first one has left. sync: the host reads them all.
@@ -230,7 +231,7 @@ def measured(runner: StepRunner) -> dict[str, float]:
     return found
 
 
-def require_equal(found: dict[str, float], want: dict[str, float], again: dict[str, float]) -> None:
+def require_equal(found: Figures, want: Figures, again: Figures) -> None:
     """found: of the graphs. want, again: of the eager steps, twice. Raises: Fault."""
     for name, value in want.items():
         floor = FLOORS[name.partition(" ")[0]] * abs(value)

@@ -18,7 +18,7 @@ RIGHT = 860
 BOTTOM = 460
 EARLY = 0.1  # this share of a run has losses so high that they would hide all others
 
-Curve = Sequence[tuple[float, float]]  # training samples, loss
+Curve = list[tuple[float, float]]  # training samples, loss
 
 
 def span(curves: Sequence[Curve], target: float = 0.0) -> tuple[float, float]:

@@ -23,6 +23,7 @@ from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal, Say, one_line, printable, progress
 from flux_ref.evaluate import Validation
 from flux_ref.files import append, cut, write_whole
+from flux_ref.loss_chart import Curve
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World, device_name, peak_memory_gb
 from flux_ref.step import NEVER, Health
@@ -41,8 +42,8 @@ class Reporter:
         self.write = write
         self.folder = config.run_dir(cfg)
         self.speaks = world.rank == 0
-        self.train_curve: list[tuple[int, float]] = []
-        self.val_curve: list[tuple[int, float]] = []
+        self.train_curve: Curve = []
+        self.val_curve: Curve = []
         self.bar = tqdm(disable=True)  # until training begins
         self.board: Any = None  # torch's SummaryWriter, where the package tensorboard is installed
 
@@ -122,24 +123,19 @@ class Reporter:
         total = schedule.steps_for(self.cfg.train.max_samples, batch) * batch
         if warm_s:
             self.say(f"  time    {forecast(self.cfg, self.world.size, samples, val_count, warm_s)}")
-        if self.speaks and (writer := self._board_writer()):
-            # TensorBoard leaves out what an interrupted run has written after `samples`.
-            self.board = writer(str(self.folder / "tensorboard"), purge_step=samples + 1, flush_secs=10)
+        if self.speaks:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except Exception as error:  # such as TypeError, where protobuf is of another age
+                if getattr(error, "name", None) != "tensorboard":
+                    self.say(f"  curves  none, as TensorBoard cannot be imported: {one_line(error, 200)}")
+            else:  # what an interrupted run has written after `samples` is left out
+                self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=samples + 1, flush_secs=10)
         self.bar = progress(total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks)
         # What the next record is measured from: time of a monotonic clock, samples, seconds of waiting for data
         self.since_s = time.perf_counter()
         self.since_samples = samples
         self.since_wait_s = 0.0
-
-    def _board_writer(self) -> Any:
-        """torch's SummaryWriter; None where TensorBoard is not installed, or is broken, which a line says."""
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except Exception as error:  # such as TypeError, where protobuf is of another age
-            if getattr(error, "name", None) != "tensorboard":
-                self.say(f"  curves  none, as TensorBoard cannot be imported: {one_line(error, 200)}")
-            return None
-        return SummaryWriter
 
     def step(self, runner: StepRunner) -> None:
         """Record the step that was just trained. Collective.

@@ -189,7 +189,7 @@ def _word_vector(word: str, dim: int) -> np.ndarray:
     return rng.normals(0, rng.TOY_TEXT, (dim,), sample=rng.name_key(word), epoch=dim)
 
 
-def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
+def make_shapes(folder: Path, cfg: Config) -> None:
     """Write folder/train, folder/val and folder/empty_encodings. The folder appears once it is whole.
 
     Validation shows the drawings that training never shows, at the eight timesteps in turn.
@@ -199,12 +199,14 @@ def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
     shown = [drawing for drawing in all_drawings() if drawing not in unseen]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with files.whole(folder, is_new=True) as partial:
-        shards.write(shards.shard_path(partial / "train", 0), _samples(shown, train, model, "train"))
-        shards.write(shards.shard_path(partial / "val", 0), _samples(unseen, val, model, "val"))
-        write_empty(partial, encode_caption("", model))
+        shards.write(shards.shard_path(partial / "train", 0), _samples(shown, cfg, "train"))
+        shards.write(shards.shard_path(partial / "val", 0), _samples(unseen, cfg, "val"))
+        write_empty(partial, encode_caption("", cfg.model))
 
 
-def _samples(drawings: list[Drawing], count: int, model: ModelConfig, split: str) -> Iterator[tuple[Meta, Arrays]]:
+def _samples(drawings: list[Drawing], cfg: Config, split: str) -> Iterator[tuple[Meta, Arrays]]:
+    model = cfg.model
+    count = cfg.data.train_count if split == "train" else cfg.data.val_count
     for i in progress(range(count), desc=f"making {split} shapes", leave=False):
         drawing = drawings[i // schedule.TIMESTEPS % len(drawings)]
         draw = rng.words(0, rng.TOY_SHAPES, 2, sample=i, epoch=int(split == "val"))
@@ -236,7 +238,7 @@ def ensure(cfg: Config) -> None:
     """
     folder = Path(cfg.data.train).parent
     if cfg.data.kind == "toy":
-        make_once(folder, lambda: make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count))
+        make_once(folder, lambda: make_shapes(folder, cfg))
 
 
 def make_once(folder: Path, make: Callable[[], None]) -> None:

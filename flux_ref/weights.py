@@ -227,8 +227,7 @@ def _of_files(path: Path, model: ModelConfig) -> Source:
 
 def _own(shapes: Shapes, path: Path) -> tuple[str, Shapes]:
     """What stands before the names of the model, and its tensors without it. A line tells what else there is."""
-    prefixes = {name.removesuffix(first) for name in shapes for first in FIRST if name.endswith(first)}
-    prefix = prefixes.pop() if len(prefixes) == 1 else ""
+    prefix = min((name.removesuffix(first) for name in shapes for first in FIRST if name.endswith(first)), default="")
     own = {}
     aside = set()
     for name, shape in shapes.items():
