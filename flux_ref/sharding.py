@@ -124,14 +124,13 @@ def shard(plain: Flux, cfg: Config, world: World, arithmetic: Arithmetic) -> Sha
         reduce_dtype=DTYPES[parallel.reduce_dtype],
         cast_forward_inputs=False,  # numerics: True would round t and RoPE to parallel.dtype
     )
-    kept = len(units) if parallel.kept_regions < 0 else min(parallel.kept_regions, len(units))
+    freed = 0 if parallel.kept_regions < 0 else max(0, len(units) - parallel.kept_regions)
     for i, unit in enumerate(units):
-        is_freed = i < len(units) - kept
-        fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=is_freed)
+        fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=i < freed)
     net = cast(ShardedFlux, fully_shard(plain, mesh=world.mesh, mp_policy=mixed_precision))
     net.names = names
     net.arithmetic = arithmetic
-    net.kept = [*units[len(units) - kept :], net]
+    net.kept = [*units[freed:], net]
     # torch 2.14 and later warn that operations in place on a unit's result would be lost. The objective has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if REDUCTIONS > 1:

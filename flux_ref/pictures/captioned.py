@@ -88,10 +88,8 @@ def described(texts: dict[str, bytes]) -> str:
             caption = decode(texts[".txt"])
         else:
             caption = json.loads(texts.get(".json", b"{}")).get("caption") or ""
-        caption = caption.replace(MARK, "").strip()
-        caption.encode()  # half of a surrogate pair, as JSON may hold it, is a ValueError
-        if "\0" in caption:
-            raise ValueError
+        # JSON may hold NULs and halves of surrogate pairs, which are ValueErrors.
+        caption = decode(caption.encode()).replace(MARK, "").strip()
     except (ValueError, AttributeError):
         raise Rejected("unreadable caption") from None
     if not any(c.isprintable() and not c.isspace() for c in caption):  # marks of byte order and joiners show nothing
@@ -318,7 +316,7 @@ def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, tar: str, before:
     before: the last member's key, which one without a key has, too. A Mac puts ._NAME before each file.
     """
     base, extension = base_plus_ext(member.name)
-    place = (f"{tar}/{member.name}", f"{tar}/{base}" if base else before, f".{extension or ''}".lower())
+    place = (f"{tar}/{member.name}", base or before, f".{extension or ''}".lower())
     if not member.name.lower().endswith(SUFFIXES + TEXTS):
         return File(*place)
     try:
