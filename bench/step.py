@@ -11,7 +11,7 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 from typing import cast
@@ -27,7 +27,7 @@ from bench.common import END, Clock
 from flux_ref import config_file, errors, graphs, ranks, sharding, toy
 from flux_ref.arithmetic import Arithmetic, arithmetic_of
 from flux_ref.config import Config, micro_batch
-from flux_ref.data import Batch, HostBatch, TrainSet, copy_next
+from flux_ref.data import Batch, Feed, TrainSet, copy_next
 from flux_ref.errors import Fault
 from flux_ref.ranks import World, peak_memory_gb
 from flux_ref.sharding import ShardedFlux
@@ -140,7 +140,7 @@ def build(cfg: Config, world: World, arithmetic: Arithmetic, synthetic: bool) ->
     return net
 
 
-def run_steps(steps: StepRunner, feed: Iterator[HostBatch] | None, clock: Clock, count: int) -> float:
+def run_steps(steps: StepRunner, feed: Feed | None, clock: Clock, count: int) -> float:
     """The steps of train.py's loop, marked; returns this rank's last loss. Raises: Fault if a value is not finite.
 
     On an accelerator the span "data" begins when the device has finished the step before and ends when the batch

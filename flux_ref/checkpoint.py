@@ -98,7 +98,7 @@ def rows_to_write(rows: Rows, world: World) -> Rows:
     The next tensor goes to the replica with the fewest elements so far, so all nodes write about equally much.
     """
     replica = world.mesh.get_local_rank(0) if world.mesh.ndim == 2 else 0
-    shard = world.mesh.get_local_rank(world.mesh.ndim - 1)
+    shard = world.mesh.get_local_rank("shard")
     written = [0] * world.replicas
     own = {}
     for key, part in rows.items():

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flux_ref.config import ParallelConfig
-from flux_ref.errors import Fault, Refusal, told
+from flux_ref.errors import Fault, Refusal, in_words
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
 # A file that a node with a GPU has, and whether torch is built for it
@@ -193,7 +193,7 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     try:
         yield
     except (Refusal, OSError) as error:
-        refused = told(error) if isinstance(error, OSError) else str(error)
+        refused = str(in_words(error))
     except Exception as error:
         broken = error
     reasons = gather_objects((refused, broken and f"{type(broken).__name__}: {broken}"), group)

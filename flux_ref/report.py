@@ -96,7 +96,7 @@ class Reporter:
                 "commit": commit(),
                 "graph_bytes": graph_bytes,
             }
-            write_whole(self.folder / folder.ENVIRONMENT, json.dumps(record, indent=2) + "\n")
+            write_whole(self.folder / "environment.json", json.dumps(record, indent=2) + "\n")
         if graph_bytes:
             self.say(f"  graphs  take {graph_bytes / 1e9:.2f} GB outside torch's allocator")
 
@@ -209,10 +209,6 @@ class Reporter:
         with self.spare("loss.png"):
             if self.speaks:
                 loss_chart.chart(self.train_curve, self.val_curve, self.cfg.eval.target, self.folder / "loss.png")
-
-    def pause(self, seconds: float) -> None:
-        """Leave the seconds of pictures out of the rate of training."""
-        self.since_s += seconds
 
     def conclude(self, state: State, outcome: str, flaw: str) -> None:
         """Print how the run ended and where its files are. outcome.json marks the run as finished.

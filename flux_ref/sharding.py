@@ -51,7 +51,10 @@ class Region(nn.Module):
         streams: tuple[Tensor, ...] = tuple(first)
         for block in self.blocks:
             inputs = (*streams, vec_BD, rope_SR2)
-            out = recomputed(block, *inputs) if self.recompute == "block" else block(*inputs)
+            if self.recompute == "block":  # no random numbers are drawn, so no state of a generator is kept
+                out = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                out = block(*inputs)
             streams = out if isinstance(out, tuple) else (out,)
         return out
 
@@ -62,12 +65,6 @@ class ShardedFlux(Flux, FSDPModule):
     names: list[str]  # Black Forest Labs' names of the parameters, in the net's order
     arithmetic: Arithmetic
     kept: list[FSDPModule]  # units whose weights stay gathered through a step, the root among them
-
-
-def recomputed(function, *args):
-    """Call a function whose inner activations are not kept: backward computes them again."""
-    # Blocks draw no random numbers, so there is no state of a generator to keep.
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def regions(blocks: nn.ModuleList, cfg: ParallelConfig) -> nn.ModuleList:
@@ -160,7 +157,7 @@ def local_rows(parameter: DTensor) -> tuple[int, Tensor]:
     """This rank's rows of a parameter, as (number of the first row, rows). FSDP2 splits axis 0 like torch.chunk."""
     mesh = parameter.device_mesh
     chunk = -(-parameter.shape[0] // mesh.size(-1))
-    return min(mesh.get_local_rank(mesh.ndim - 1) * chunk, parameter.shape[0]), parameter.to_local()
+    return min(mesh.get_local_rank("shard") * chunk, parameter.shape[0]), parameter.to_local()
 
 
 def reshard(net: nn.Module) -> None:

@@ -95,6 +95,9 @@ class Meta:
     caption: str = ""
 
 
+Sample = tuple[Meta, Arrays]
+
+
 class Shard:
     """One file of samples."""
 
@@ -186,7 +189,7 @@ class ShardSet:
     def __len__(self) -> int:
         return self.first[-1]
 
-    def __iter__(self) -> Iterator[tuple[Meta, Arrays]]:
+    def __iter__(self) -> Iterator[Sample]:
         """Every sample of an open set, in memory of its own. Raises: BadSample."""
         for index in range(len(self)):
             arrays = self.layout.arrays()
@@ -301,7 +304,7 @@ def key_of(split: str, index: int) -> str:
     return f"{split}_{index:08d}"
 
 
-def write(path: Path, samples: Iterable[tuple[Meta, Arrays]]) -> None:
+def write(path: Path, samples: Iterable[Sample]) -> None:
     """Write samples into a new shard, in a folder that is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with new_shard(path) as file:

@@ -5,13 +5,12 @@ only hide the transfer: 147 MB for 64 samples of schnell, about 3 ms (calculated
 """
 
 import time
-from collections.abc import Iterator
 
 import torch
 
 from flux_ref import schedule, sharding
 from flux_ref.config import Config, rank_batch
-from flux_ref.data import HostBatch, allocate, copy_next, synthetic
+from flux_ref.data import Feed, allocate, copy_next, synthetic
 from flux_ref.errors import Fault
 from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
@@ -77,7 +76,7 @@ class StepRunner(Validator):
         self.data_wait_s = 0.0  # seconds that the device has waited for training data
         self.graph_bytes = 0  # of device memory that captured steps take outside of torch's allocator
 
-    def train_on(self, feed: Iterator[HostBatch]) -> None:
+    def train_on(self, feed: Feed) -> None:
         """The next batch, then `step` on it."""
         self.data_wait_s += copy_next(feed, self.train_batch)
         self.step()

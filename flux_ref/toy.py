@@ -16,7 +16,7 @@ import numpy as np
 from flux_ref import files, rng, schedule, shards
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import progress
-from flux_ref.shards import Arrays, Meta
+from flux_ref.shards import Arrays, Meta, Sample
 
 COLOURS = {
     "red": (0.90, 0.10, 0.10),
@@ -204,7 +204,7 @@ def make_shapes(folder: Path, cfg: Config) -> None:
         write_empty(partial, encode_caption("", cfg.model))
 
 
-def _samples(drawings: list[Drawing], cfg: Config, split: str) -> Iterator[tuple[Meta, Arrays]]:
+def _samples(drawings: list[Drawing], cfg: Config, split: str) -> Iterator[Sample]:
     model = cfg.model
     count = cfg.data.train_count if split == "train" else cfg.data.val_count
     for i in progress(range(count), desc=f"making {split} shapes", leave=False):
@@ -215,7 +215,7 @@ def _samples(drawings: list[Drawing], cfg: Config, split: str) -> Iterator[tuple
         yield sample(split, i, encode(picture), drawing.caption, encode_caption(drawing.caption, model))
 
 
-def sample(split: str, index: int, mean: np.ndarray, caption: str, texts: Arrays) -> tuple[Meta, Arrays]:
+def sample(split: str, index: int, mean: np.ndarray, caption: str, texts: Arrays) -> Sample:
     """Sample `index` of train or val. In validation the timesteps take turns.
 
     mean, texts: as `encode` and `encode_caption` give them.

@@ -102,8 +102,7 @@ class Artist:
         if sample.guidance != 1.0:
             encodings.append(self._stacked([self.empty] * len(texts)))
         noise = [
-            rng.normals(sample.seed, rng.SAMPLING, model.latent_shape, sample=first + i, epoch=0)
-            for i in range(len(texts))
+            rng.normals(sample.seed, rng.SAMPLING, model.latent_shape, sample=first + i) for i in range(len(texts))
         ]
         x_BNP = latents.pack(torch.from_numpy(np.stack(noise)).to(self.world.device))
         try:
@@ -170,4 +169,4 @@ class Gallery(Artist):
             self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures: {path}")
         if pictures and self.cfg.data.kind == "toy" and not self.cfg.data.pictures:
             self.report.judged(samples, len(pictures), toy.judge(pictures, self.captions))
-        self.report.pause(time.perf_counter() - begin)
+        self.report.since_s += time.perf_counter() - begin  # pictures are no part of the rate of training
