@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from flux_ref.errors import Refusal, notice
 
@@ -111,6 +111,12 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text file that is there whole or not at all. Raises: OSError."""
     with whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def write_png(path: Path, image: Any) -> None:
+    """Write a picture of PIL that is there whole or not at all. Raises: OSError."""
+    with whole(path) as partial:
+        image.save(partial, "PNG")
 
 
 def remove(path: Path) -> None:

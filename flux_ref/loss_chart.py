@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from flux_ref.files import whole
+from flux_ref.files import write_png
 
 TRAIN = "#6e96cd"
 VAL = "#c84628"
@@ -75,5 +75,4 @@ def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
     for point in val:
         pen.circle(place(*point), 4, VAL)
 
-    with whole(path) as partial:
-        image.save(partial, "PNG")
+    write_png(path, image)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -243,9 +244,7 @@ def gather(tensor: Tensor) -> list:
 
 def host_group(name: str) -> dist.ProcessGroup:
     """One more group of all ranks, for host tensors and for use in a thread of its own. Collective."""
-    group = dist.new_group(backend=BACKENDS["cpu"], timeout=PATIENCE, group_desc=name)
-    assert isinstance(group, dist.ProcessGroup)  # ranks that are left out would get a number
-    return group
+    return cast(dist.ProcessGroup, dist.new_group(backend=BACKENDS["cpu"], timeout=PATIENCE, group_desc=name))
 
 
 def end_of_copies(device: torch.device) -> Callable[[], None]:

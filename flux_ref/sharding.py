@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from flux_ref import model, ranks, rng
-from flux_ref.arithmetic import DTYPES, Arithmetic, arithmetic_of
+from flux_ref.arithmetic import DTYPES, Arithmetic, Options, arithmetic_of
 from flux_ref.attention import allow_attention, attention_kernel
 from flux_ref.config import Config, ParallelConfig
 from flux_ref.model import Flux
@@ -192,7 +192,7 @@ def choose_compiler_folder(cfg: Config, world: World, stack: ExitStack) -> None:
     tempfile.tempdir = own
 
 
-def options(device: torch.device, own: dict[str, object]) -> dict[str, object]:
+def options(device: torch.device, own: Options) -> Options:
     """The compiler's options for regions. own: those of the arithmetic.
 
     They save memory traffic of GPUs. On a CPU they were not faster, so it takes none.
@@ -208,7 +208,7 @@ def options(device: torch.device, own: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in (wanted | own).items() if name in known._config}
 
 
-def compile_all(units: list[Region], cfg: Config, device: torch.device, own: dict[str, object]) -> None:
+def compile_all(units: list[Region], cfg: Config, device: torch.device, own: Options) -> None:
     """Mark every region to be compiled at its first call in each mode. own: as for `options`."""
     torch.compiler.set_stance("default")
     _set(torch._dynamo.config, "recompile_limit", RECOMPILE_LIMIT)

@@ -20,6 +20,7 @@ from flux_ref.report import Reporter
 from flux_ref.shards import Arrays, ShardSet
 from flux_ref.step_runner import State
 
+Encoding = list[Tensor]  # [t5, clip] of a caption, or of several
 LOOKED_AT = 16  # samples for each different caption that is wanted
 
 
@@ -35,8 +36,8 @@ class Artist:
         self.world = world
         self.dtype = DTYPES[cfg.parallel.dtype]
         self.captions: list[str] = []
-        self.encoded: list[list[Tensor]] = []
-        self.empty: list[Tensor] = []
+        self.encoded: list[Encoding] = []
+        self.empty: Encoding = []
         self.autoencoder: Any = None
         with ranks.agreed():
             if world.rank == 0 and cfg.data.kind != "toy":
@@ -48,7 +49,7 @@ class Artist:
         At most LOOKED_AT samples for each caption are looked at, so there may be fewer.
         """
         count = self.cfg.sample.count
-        found: dict[str, list[Tensor]] = {}
+        found: dict[str, Encoding] = {}
         for meta, arrays in islice(samples, LOOKED_AT * count):
             found.setdefault(meta.caption or meta.key, _texts(arrays))
             if len(found) == count:
@@ -117,7 +118,7 @@ class Artist:
             sharding.reshard(net)  # also after an interruption: training or a checkpoint may follow
         return latents.unscale(latents.unpack(x_BNP, model.latent_height, model.latent_width))
 
-    def _stacked(self, texts: list[list[Tensor]]) -> list[Tensor]:
+    def _stacked(self, texts: list[Encoding]) -> Encoding:
         """[t5_BTE, clip_BV] in parallel.dtype."""
         return [torch.stack(parts).to(self.world.device, self.dtype) for parts in zip(*texts)]
 
@@ -133,7 +134,7 @@ class Artist:
         sheet.save(pictures, self.captions, path)
 
 
-def _texts(arrays: Arrays) -> list[Tensor]:
+def _texts(arrays: Arrays) -> Encoding:
     return [torch.from_numpy(arrays[name]).view(torch.bfloat16) for name in ("t5", "clip")]
 
 
