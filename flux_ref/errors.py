@@ -102,7 +102,7 @@ def leave(code: int) -> NoReturn:
     """End the process at once: static destructors of a backend's threads can abort a finished run, and after a fault
     other ranks may wait in a collective.
     """
-    for stream in filter(None, (sys.stdout, sys.stderr)):
+    for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             Terminal(stream).flush()
     os._exit(code)

@@ -62,10 +62,22 @@ class Picture:
         return pixels(_bytes(self.content, "file"), height, width), caption
 
     def caption(self) -> str:
-        """Raises: Rejected."""
+        """What the .txt says, or else the "caption" of the .json. Raises: Rejected."""
         if self.rejected:
             raise Rejected(self.rejected)
-        return described({suffix: _bytes(text, "caption") for suffix, text in self.texts.items()})
+        suffix = ".txt" if ".txt" in self.texts else ".json"
+        text = _bytes(self.texts.get(suffix, b"{}"), "caption")
+        try:
+            caption = decode(text) if suffix == ".txt" else json.loads(text).get("caption") or ""
+            # JSON may hold NULs and halves of surrogate pairs, which are ValueErrors.
+            caption = decode(caption.encode()).replace(MARK, "").strip()
+        except (ValueError, AttributeError):
+            raise Rejected("unreadable caption") from None
+        if not any(
+            c.isprintable() and not c.isspace() for c in caption
+        ):  # marks of byte order and joiners show nothing
+            raise Rejected("no caption")
+        return caption
 
 
 Part = Callable[[], Iterator[Picture]]  # some consecutive pictures; every call gives the same ones
@@ -79,22 +91,6 @@ def _bytes(content: Content, what: str) -> bytes:
         return read_bytes(content, what, MOST_BYTES)
     except (Refusal, OSError):
         raise Rejected(f"unreadable {what}") from None
-
-
-def described(texts: dict[str, bytes]) -> str:
-    """The caption in a .txt, or else the "caption" of a .json. Raises: Rejected."""
-    try:
-        if ".txt" in texts:
-            caption = decode(texts[".txt"])
-        else:
-            caption = json.loads(texts.get(".json", b"{}")).get("caption") or ""
-        # JSON may hold NULs and halves of surrogate pairs, which are ValueErrors.
-        caption = decode(caption.encode()).replace(MARK, "").strip()
-    except (ValueError, AttributeError):
-        raise Rejected("unreadable caption") from None
-    if not any(c.isprintable() and not c.isspace() for c in caption):  # marks of byte order and joiners show nothing
-        raise Rejected("no caption")
-    return caption
 
 
 # From a file to pixels
