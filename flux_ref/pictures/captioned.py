@@ -73,9 +73,8 @@ class Picture:
             caption = decode(caption.encode()).replace(MARK, "").strip()
         except (ValueError, AttributeError):
             raise Rejected("unreadable caption") from None
-        if not any(
-            c.isprintable() and not c.isspace() for c in caption
-        ):  # marks of byte order and joiners show nothing
+        # Marks of byte order and joiners show nothing.
+        if not any(c.isprintable() and not c.isspace() for c in caption):
             raise Rejected("no caption")
         return caption
 
@@ -274,7 +273,7 @@ def _rows(path: Path, column: str) -> list[dict]:
     for name in (FILE_NAME, column):
         if name not in columns:
             names = ", ".join(map(shown, list(columns)[:20])) or "none"
-            remedy = "give each picture a line of its own, in .jsonl one object; or give --caption-column NAME"
+            remedy = "give each picture a line of its own, in .jsonl one object; or give tools.prepare --caption-column NAME"
             raise Refusal(f"{path}: no row has the column {name!r}; its columns: {names}; {remedy}")
     return rows
 
