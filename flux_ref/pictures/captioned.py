@@ -273,7 +273,7 @@ def _rows(path: Path, column: str) -> list[dict]:
     for name in (FILE_NAME, column):
         if name not in columns:
             names = ", ".join(map(shown, list(columns)[:20])) or "none"
-            remedy = "give each picture a line of its own, in .jsonl one object; or give tools.prepare --caption-column NAME"
+            remedy = "give each picture a line of its own, in .jsonl one object; or give prepare --caption-column NAME"
             raise Refusal(f"{path}: no row has the column {name!r}; its columns: {names}; {remedy}")
     return rows
 
