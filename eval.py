@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,7 @@ from flux_ref.alive import Alive
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
 from flux_ref.data import ValSet
-from flux_ref.environment import choose_compiler_folder
-from flux_ref.errors import Options, Refusal, printable
+from flux_ref.errors import Options, Refusal, Say, printable
 from flux_ref.evaluate import validation_loss
 from flux_ref.files import read_text
 from flux_ref.optim import EMA
@@ -60,8 +58,7 @@ def main(argv: list[str]) -> int:
         world = ranks.start(cfg.parallel)
         # Training may save and delete checkpoints while ranks look.
         names = ranks.gather_objects([str(path) for path in paths])[0]
-        if cfg.parallel.compile:
-            choose_compiler_folder(cfg, world, stack)
+        sharding.choose_compiler_folder(cfg, world, stack)
         evaluate(cfg, world, [Path(name) for name in names], options, alive.mark)
     ranks.stop()
     return 0
@@ -99,9 +96,7 @@ def listed(path: str) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def evaluate(
-    cfg: Config, world: World, paths: list[Path], options: argparse.Namespace, at: Callable[[str], None]
-) -> None:
+def evaluate(cfg: Config, world: World, paths: list[Path], options: argparse.Namespace, at: Say) -> None:
     """Measure and draw with each set of weights, and print a record of it. Collective. Raises: Refusal.
 
     at: called with the name of what this rank does.
@@ -145,9 +140,7 @@ def evaluate(
             print(json.dumps(record) if options.json else text(record))
 
 
-def artist_of(
-    cfg: Config, world: World, val_set: ValSet | None, options: argparse.Namespace, at: Callable[[str], None]
-) -> Any:
+def artist_of(cfg: Config, world: World, val_set: ValSet | None, options: argparse.Namespace, at: Say) -> Any:
     """Who draws the prompts, or else captions of the validation set. Collective. Raises: Refusal.
 
     The encoders lie in the folder of the autoencoder, or else of the model.

@@ -15,13 +15,13 @@ import sys
 import time
 from pathlib import Path
 
-from flux_ref import config_file
+from flux_ref import config_file, errors
 
 DEFAULT = "configs/tiny.toml"
-if __name__ == "__main__":
-    config_file.announce(sys.argv[1:], DEFAULT)  # before the imports below, which load torch: seconds on a slow disk
+if __name__ == "__main__" and not {"-h", "--help"} & {*sys.argv}:  # the imports below load torch, for seconds
+    errors.notice(f"flux_ref trains {config_file.config_and_overrides(sys.argv[1:], DEFAULT)[0]}")
 
-from flux_ref import checkpoint, config, errors, folder, graphs, ranks, schedule, sharding, shards, toy, weights
+from flux_ref import checkpoint, config, folder, graphs, ranks, schedule, sharding, shards, toy, weights
 from flux_ref.alive import Alive
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.benchmark import closed, convergence
@@ -29,7 +29,6 @@ from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
 from flux_ref.checkpoint import Saver, load
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
-from flux_ref.environment import choose_compiler_folder
 from flux_ref.errors import Interrupted
 from flux_ref.evaluate import validation_loss
 from flux_ref.ranks import World
@@ -58,8 +57,7 @@ def main(argv: list[str]) -> int:
         train_set, val_set = data_sets(cfg, world)
         sizes = {"train_samples": train_set.count, "val_samples": val_set.count}
         counts = sizes.values()
-        if cfg.parallel.compile:
-            choose_compiler_folder(cfg, world, stack)
+        sharding.choose_compiler_folder(cfg, world, stack)
         saved = stack.enter_context(folder.held(cfg, world, sizes))
         log = BenchmarkLog()
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log.text)))

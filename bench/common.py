@@ -20,11 +20,12 @@ import torch
 
 from flux_ref import config, config_file, graphs, ranks
 from flux_ref.config import Config
-from flux_ref.environment import choose_compiler_folder, commit, device_name
 from flux_ref.errors import Options, between
 from flux_ref.model import parameter_table
 from flux_ref.precision.fp8 import architecture
-from flux_ref.ranks import World
+from flux_ref.ranks import World, device_name
+from flux_ref.report import commit
+from flux_ref.sharding import choose_compiler_folder
 from tools.shared import json_option
 
 ALONE = "one rank: no gathers and no reductions, only FSDP2's casts and copies"  # what its figures leave out

@@ -11,7 +11,7 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 from typing import cast
@@ -27,10 +27,9 @@ from bench.common import END, Clock
 from flux_ref import config_file, errors, graphs, ranks, sharding, toy
 from flux_ref.arithmetic import Arithmetic, arithmetic_of
 from flux_ref.config import Config, micro_batch
-from flux_ref.data import Batch, HostBatch, TrainSet, copy_next
-from flux_ref.environment import peak_memory_gb
+from flux_ref.data import Batch, Feed, TrainSet, copy_next
 from flux_ref.errors import Fault
-from flux_ref.ranks import World
+from flux_ref.ranks import World, peak_memory_gb
 from flux_ref.sharding import ShardedFlux
 from flux_ref.step import NEVER, Health, train_step
 from flux_ref.step_runner import State, StepRunner
@@ -141,25 +140,24 @@ def build(cfg: Config, world: World, arithmetic: Arithmetic, synthetic: bool) ->
     return net
 
 
-def run_steps(steps: StepRunner, feed: Iterator[HostBatch] | None, clock: Clock, count: int) -> float:
+def run_steps(steps: StepRunner, feed: Feed | None, clock: Clock, count: int) -> float:
     """The steps of train.py's loop, marked; returns this rank's last loss. Raises: Fault if a value is not finite.
 
     On an accelerator the span "data" begins when the device has finished the step before and ends when the batch
     is on it. The span is the device's wait, not the time that the host waits. Without a feed the batch stays as it is.
     """
-    loss = torch.zeros(())
     steps.health.restart(steps.state.step)
     for _ in range(count):
         clock.mark("data")
         if feed:
             copy_next(feed, steps.train_batch)
         clock.mark("step")
-        loss, _ = steps.step()
+        steps.step()
         clock.mark(END)
     if (steps.health.first_bad != NEVER).any():
         remedy = "lower optim.lr or take another parallel.attention"
         raise Fault(f"the loss or the gradient norm is not finite, so the times mean nothing; {remedy}")
-    return float(loss)
+    return float(steps.loss)
 
 
 def split(cfg: Config, state: State, batch: Batch, clock: Clock) -> dict:

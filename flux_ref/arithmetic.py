@@ -12,6 +12,7 @@ from flux_ref.model import Flux
 from flux_ref.ranks import World
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # as keys name them
+Options = dict[str, object]  # of Inductor
 
 
 class Arithmetic:
@@ -19,7 +20,7 @@ class Arithmetic:
 
     phases: the training steps at which the way of computing changes, 0 first. Each has compiled code and graphs of its
     own.
-    compiler: options of Inductor beside those of sharding.py.
+    compiler: options beside those of sharding.py.
     history: what a checkpoint holds beside weights and moments; the same on all ranks.
     remembering: whose history it is.
     """
@@ -27,7 +28,7 @@ class Arithmetic:
     def __init__(self, cfg: Config):
         self.cfg = cfg
         self.phases: tuple[int, ...] = (0,)
-        self.compiler: dict[str, object] = {}
+        self.compiler: Options = {}
         self.history = torch.zeros(0)
         self.remembering: list[str] = []
 

@@ -33,15 +33,14 @@ def attention_kernel(cfg: Config, device: torch.device) -> str:
     return "cudnn" if is_fast and is_taken else "flash"
 
 
-def allow_attention(*kernels: str) -> None:
-    """Let scaled_dot_product_attention use these kernels only, in the whole process from now on."""
+def allow_attention(cfg: Config, device: torch.device) -> None:
+    """Let scaled_dot_product_attention use a config's kernel only, in the whole process from now on.
+
+    So torch cannot take another one unnoticed. On a CPU it may use all kernels.
+    """
+    kernels = KERNELS if device.type == "cpu" else [attention_kernel(cfg, device)]
     switches = torch.backends.cuda  # for ROCm too
     switches.enable_cudnn_sdp("cudnn" in kernels)
     switches.enable_flash_sdp("flash" in kernels)
     switches.enable_mem_efficient_sdp("efficient" in kernels)
     switches.enable_math_sdp("math" in kernels)
-
-
-def allow_attention_of(cfg: Config, device: torch.device) -> None:
-    """Allow a config's kernel only, so that torch cannot take another one unnoticed. On a CPU, allow all kernels."""
-    allow_attention(*(KERNELS if device.type == "cpu" else [attention_kernel(cfg, device)]))

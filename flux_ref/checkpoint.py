@@ -13,7 +13,6 @@ optim.ema there is also optimizer.state.NAME.ema.
 """
 
 import json
-import re
 import shlex
 import shutil
 import threading
@@ -27,13 +26,13 @@ import torch
 from torch import Tensor
 
 from flux_ref import config, files, ranks, sharding, tensors
-from flux_ref.config import Config
-from flux_ref.errors import Fault, Refusal
+from flux_ref.config import Config, Shapes
+from flux_ref.errors import Fault, Refusal, Say, one_line
 from flux_ref.ranks import World
 from flux_ref.step_runner import State
 
 MANIFEST = "manifest.json"
-NAME = re.compile(r"step_([0-9]{9})")
+NAMES = "step_" + 9 * "[0-9]"  # as of files
 FILE_BYTES = 2**28  # writing takes as much host memory; a reader of some rows reads the whole file, for its checksum
 HISTORY = "fp8.history."  # and a layer: how the keys of delayed scales begin
 
@@ -45,7 +44,7 @@ def folder_of(run: Path) -> Path:
 
 def list_checkpoints(run: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first. Raises: OSError for a folder that may not be read."""
-    return [path for path in files.matching(folder_of(run), "step_*") if NAME.fullmatch(path.name)]
+    return files.matching(folder_of(run), NAMES)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -75,7 +74,10 @@ class TensorSlice:
     shape: torch.Size
 
 
-def rows_of(state: State) -> dict[str, TensorSlice]:
+Rows = dict[str, TensorSlice]  # by checkpoint key
+
+
+def rows_of(state: State) -> Rows:
     """All tensors of a state by checkpoint key, as the rows that this rank holds. They share memory with the state."""
     rows = {}
     for name, parameter in sharding.named_parameters(state.net).items():
@@ -90,13 +92,13 @@ def rows_of(state: State) -> dict[str, TensorSlice]:
     return rows
 
 
-def rows_to_write(rows: dict[str, TensorSlice], world: World) -> dict[str, TensorSlice]:
+def rows_to_write(rows: Rows, world: World) -> Rows:
     """The rows that this rank writes. Replicas hold equal rows; each tensor is written by one replica.
 
     The next tensor goes to the replica with the fewest elements so far, so all nodes write about equally much.
     """
     replica = world.mesh.get_local_rank(0) if world.mesh.ndim == 2 else 0
-    shard = world.mesh.get_local_rank(world.mesh.ndim - 1)
+    shard = world.mesh.get_local_rank("shard")
     written = [0] * world.replicas
     own = {}
     for key, part in rows.items():
@@ -107,13 +109,13 @@ def rows_to_write(rows: dict[str, TensorSlice], world: World) -> dict[str, Tenso
     return own
 
 
-def host_copies(rows: dict[str, TensorSlice], pin: bool) -> list[dict[str, TensorSlice]]:
+def host_copies(rows: Rows, pin: bool) -> list[Rows]:
     """The same rows, all fp32, as undefined host tensors, in groups that become files. pin: pinned.
 
     A group has one buffer of at most FILE_BYTES, or one tensor: torch rounds each pinned allocation up to a power of
     two, so one buffer per tensor would take a third more. Raises: RuntimeError.
     """
-    groups: list[dict[str, TensorSlice]] = []
+    groups: list[Rows] = []
     room = 0
     for key, row in rows.items():
         if row.local.nbytes > room:
@@ -136,7 +138,7 @@ def host_copies(rows: dict[str, TensorSlice], pin: bool) -> list[dict[str, Tenso
 Written = dict[str, tuple[int, dict[str, tuple[int, int]]]]
 
 
-def write_rank(folder: Path, rank: int, groups: list[dict[str, TensorSlice]]) -> Written:
+def write_rank(folder: Path, rank: int, groups: list[Rows]) -> Written:
     """Write the rows of one rank, and wait until they are on the disk. Raises: OSError."""
     written: Written = {}
     for number, rows in enumerate(groups):
@@ -177,7 +179,7 @@ class Saver:
         world: World,
         state: State,
         facts: dict[str, int],
-        say: Callable[[str], None],
+        say: Say,
         saved: int | None = None,
     ):
         """Takes the host memory of the copies. Collective.
@@ -261,7 +263,7 @@ class Saver:
         try:
             self._write(final, partial, info, wait_for_copy)
         except Exception as error:  # on every rank: disks fill up
-            self.failure = " ".join(str(error).split())
+            self.failure = one_line(error)
         if self.world.rank == 0 and self.failure:
             files.remove(partial)
             self.say(f"checkpoint {final} NOT saved: {self.failure}; older ones are untouched, training goes on")
@@ -308,7 +310,7 @@ class Checkpoint:
         if content.pop("crc32", None) != _checksum(content):
             raise self._damaged(path)
         self.info: dict = content["info"]
-        self.shapes: dict[str, tuple[int, ...]] = {key: tuple(shape) for key, shape in content["shapes"].items()}
+        self.shapes: Shapes = {key: tuple(shape) for key, shape in content["shapes"].items()}
         self.files: Written = content["files"]
         self._places: dict[str, list[tuple[int, int, str]]] = {}  # of each tensor: first row, rows, file
         for name, (_, rows) in self.files.items():

@@ -13,6 +13,9 @@ from typing import Any
 # REFERENCE: mlcommons/training, text_to_image, with torchtitan 9603aa83; what its code does is fixed even if it has no
 # setting for it. CHECKER: mlperf-logging, closed_flux1.yaml, which reads this value in the log.
 RULES, REFERENCE, CHECKER = "rules", "reference", "checker"
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]  # of tensors, by name
+Values = dict[str, Any]  # by key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +298,7 @@ KEYS = {  # by "section.key"
 }
 
 
-def flat(cfg: Config) -> dict[str, Any]:
+def flat(cfg: Config) -> Values:
     """The config as {"section.key": value}."""
     return {key: attrgetter(key)(cfg) for key in KEYS}
 

@@ -8,15 +8,14 @@ import dataclasses
 import difflib
 import json
 import os
-import sys
 import textwrap
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, get_args
 
-from flux_ref.config import KEYS, Config, flat, rank_batch, run_dir
-from flux_ref.errors import Refusal, Terminal, printable, shown
+from flux_ref.config import KEYS, Config, Values, flat, rank_batch
+from flux_ref.errors import Refusal, printable, shown
 from flux_ref.files import decode, read_text
 
 
@@ -30,7 +29,7 @@ def load(path: str | Path, overrides: Collection[str] = ()) -> Config:
         tree = tomllib.loads(read_text(path, "config"))
     except ValueError as error:
         raise Refusal(f"config {path} is not valid TOML: {error}") from None
-    values: dict[str, Any] = {}
+    values: Values = {}
     for section, part in tree.items():
         if isinstance(part, dict):
             values |= {f"{section}.{name}": value for name, value in part.items()}
@@ -44,7 +43,7 @@ def replace(cfg: Config, **values: object) -> Config:
     return from_flat(cfg.name, flat(cfg) | {key.replace("__", "."): value for key, value in values.items()})
 
 
-def from_flat(name: str, values: dict[str, Any]) -> Config:
+def from_flat(name: str, values: Values) -> Config:
     """The config that `flat` made, also after JSON. Keys that are left out have their defaults. Raises: Refusal."""
     cfg = Config(name)
     for key, value in values.items():
@@ -91,19 +90,9 @@ def config_and_overrides(argv: list[str], default: str) -> tuple[str, list[str]]
     return default, argv
 
 
-def announce(argv: list[str], default: str) -> None:
-    """One line at once on what begins. What is wrong with the options is refused later, with the reason."""
-    if os.environ.get("RANK", "0") == "0" and not {"-h", "--help"} & {*argv}:
-        with contextlib.suppress(Refusal, OSError):
-            path, overrides = config_and_overrides(argv, default)
-            cfg = load(path, overrides)
-            line = f"flux_ref trains {path}; data: {cfg.data.train}; the run's files: {run_dir(cfg)}"
-            print(line, file=Terminal(sys.stdout), flush=True)
-
-
-def parsed(overrides: Collection[str]) -> dict[str, Any]:
+def parsed(overrides: Collection[str]) -> Values:
     """The values of `--section.key=value` overrides by key; a string needs no quotes. Raises: Refusal."""
-    values: dict[str, Any] = {}
+    values: Values = {}
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
         if not (text.startswith("--") and equals):

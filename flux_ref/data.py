@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flux_ref import ranks, rng, schedule, shards
-from flux_ref.config import Config, ModelConfig, empty_dir, rank_batch
+from flux_ref.config import Config, ModelConfig, Shape, empty_dir, rank_batch
 from flux_ref.errors import Fault, Refusal
 from flux_ref.shards import Arrays
 
@@ -28,7 +28,7 @@ Item = tuple[int, int]
 PADDING = -1  # timestep of a row without a sample
 
 
-def fields(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def fields(model: ModelConfig) -> dict[str, tuple[Shape, torch.dtype]]:
     """Shape (without the batch axis) and dtype of everything in a batch."""
     stored = shards.layout(model).shapes
     return {name: (shape, torch.bfloat16) for name, shape in stored.items()} | {
@@ -56,13 +56,16 @@ class HostBatch:
         self.wait_for_copy: Callable[[], object] = lambda: None  # until asynchronous copies from the buffer have ended
 
 
+Feed = Generator[HostBatch, None, None]
+
+
 def _view(tensor: Tensor) -> np.ndarray:
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def read_ahead(
     plan: Iterator[Sequence], fill: Callable[[Arrays, Any], None], buffers: list[HostBatch], workers: int
-) -> Generator[HostBatch, None, None]:
+) -> Feed:
     """The batches of a plan in its order. Threads fill all buffers but the one that was given out last.
 
     plan: per batch, one item per row. fill: fill(row, item) puts an item into a row.
@@ -95,7 +98,7 @@ def read_ahead(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def copy_next(feed: Iterator[HostBatch], batch: Batch) -> float:
+def copy_next(feed: Feed, batch: Batch) -> float:
     """Copy the next batch into `batch`. On an accelerator the copy is enqueued and the host goes on.
 
     Returns the seconds that the device waited for data: 0 if it still had work when the data were there.
@@ -173,7 +176,7 @@ class TrainSet(SampleSet):
         super().open()
         self.empty = shards.read_empty(empty_dir(self.cfg), self.shards.layout)
 
-    def feed(self, samples: int) -> Generator[HostBatch, None, None]:
+    def feed(self, samples: int) -> Feed:
         """The batches after the run's first `samples`, a multiple of the global batch; they have no end."""
         return read_ahead(self._plan(samples), self._fill, self.buffers, self.cfg.data.workers)
 
@@ -220,7 +223,7 @@ class ValSet(SampleSet):
         """Batches of one evaluation, the same on every rank."""
         return schedule.steps_for(self.count, self.size * self.cfg.eval.batch)
 
-    def feed(self, noise_epoch: int) -> Generator[HostBatch, None, None]:
+    def feed(self, noise_epoch: int) -> Feed:
         """The batches of one evaluation. noise_epoch: see rng.val_draw."""
         return read_ahead(self._plan(noise_epoch), self._fill, self.buffers, self.cfg.data.workers)
 
@@ -243,7 +246,7 @@ class ValSet(SampleSet):
             raise self._bad(f"{meta.key} has timestep {meta.timestep}, want 0 to {schedule.TIMESTEPS - 1}")
         latent_eps, noise = rng.val_draw(self.cfg.train.seed, noise_epoch, sample, self.cfg.model.latent_shape)
         row["timestep"][...] = meta.timestep
-        row["t"][...] = schedule.validation_time(meta.timestep)
+        row["t"][...] = meta.timestep / schedule.TIMESTEPS  # spec: k / 8, not (k + 0.5) / 8
         row["latent_eps"][...] = latent_eps
         row["noise"][...] = noise
 

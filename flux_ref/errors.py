@@ -1,4 +1,4 @@
-"""How a command reads its options, and how it ends: an error becomes one line and an exit code. Needs no torch.
+"""How a command reads its options, speaks, and ends: an error becomes one line and an exit code. Needs no torch.
 
 Exit codes: 0 done, 2 refused, 3 a fault stopped it, 128 + the number of a signal.
 """
@@ -17,8 +17,11 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tqdm import tqdm
+
 LOST_DISK = (errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)  # of a network
 BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, *LOST_DISK)
+Say = Callable[[str], None]  # takes a line, or the name of what a rank does
 LINGER_S = 5.0  # torchrun ends all ranks when one ends; the rank that knows the reason must print it before
 
 
@@ -99,7 +102,7 @@ def leave(code: int) -> NoReturn:
     """End the process at once: static destructors of a backend's threads can abort a finished run, and after a fault
     other ranks may wait in a collective.
     """
-    for stream in filter(None, (sys.stdout, sys.stderr)):
+    for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             Terminal(stream).flush()
     os._exit(code)
@@ -175,6 +178,13 @@ class Terminal:
             if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe and of a terminal
                 error.filename = self.stream.name
                 raise
+
+
+def progress(iterable=None, **options: object) -> tqdm:
+    """tqdm, with a line every ten seconds in a log file; options are tqdm's."""
+    if not sys.stderr.isatty():
+        options |= {"mininterval": 10.0, "bar_format": "{l_bar}{bar}{r_bar}\n"}
+    return tqdm(iterable, **options)
 
 
 def told(error: OSError) -> str:

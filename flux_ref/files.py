@@ -13,13 +13,12 @@ import math
 import os
 import secrets
 import shutil
-import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from flux_ref.errors import Refusal
+from flux_ref.errors import Refusal, notice
 
 PARTIAL = ".flux_ref_partial"  # how the names of what is being written end
 
@@ -114,6 +113,12 @@ def write_whole(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def write_png(path: Path, image: Any) -> None:
+    """Write a picture of PIL that is there whole or not at all. Raises: OSError."""
+    with whole(path) as partial:
+        image.save(partial, "PNG")
+
+
 def remove(path: Path) -> None:
     """Delete a file or a folder with all that is in it, if it is there."""
     if path.is_dir():
@@ -170,10 +175,7 @@ def lock(path: Path, what: str) -> Iterator[None]:
         except BlockingIOError:
             raise Refusal(f"{what} is in use by another job; wait for it, or choose another folder") from None
         except OSError as error:
-            print(
-                f"warning: {path} cannot be locked ({error.strerror}), so another job would not be noticed",
-                file=sys.stderr,
-            )
+            notice(f"warning: {path} cannot be locked ({error.strerror}), so another job would not be noticed")
         yield
 
 
@@ -189,6 +191,9 @@ def records(path: Path, samples: float = math.inf) -> list[dict]:
         raise Refusal(f"{path} has a damaged line; mend it or set run.dir to another folder") from None
 
 
-def write_records(path: Path, kept: list[dict]) -> None:
-    """Write a .jsonl file anew."""
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
+def cut(path: Path, samples: float) -> list[dict]:
+    """Leave only the records with `samples` up to a number in a .jsonl file, and return them. Raises: as `records`."""
+    kept = records(path, samples)
+    if path.exists():
+        write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
+    return kept

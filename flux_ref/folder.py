@@ -19,7 +19,6 @@ from flux_ref.ranks import World
 
 CONFIG = "config.toml"
 LOG = "result_0.txt"
-ENVIRONMENT = "environment.json"
 OUTCOME = "outcome.json"
 REACHED, ENDED = "target reached", "train.max_samples reached"  # how a run came to its end
 REMEDY = "set run.dir to another folder, or run.overwrite=true to begin anew"

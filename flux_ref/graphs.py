@@ -23,6 +23,7 @@ from flux_ref.ranks import World
 from flux_ref.step_runner import State, StepRunner
 
 CAPTURED = "captured"
+Figures = dict[str, float]  # of steps, by what they are
 KEPT: list[dict] = []  # after an error a graph stays until the process ends: to destroy it may wait for a lost rank
 # Relative differences between a graph and the eager step that libraries' workspaces may cause.
 FLOORS = {"loss": 1e-5, "norm": 1e-3}
@@ -95,11 +96,10 @@ class CapturedRunner(StepRunner):
         self.graphs: dict[str, Any] = {}  # what the recorder returns, by kind and phase
         self.drawing_bytes = 0.0  # what a drawing takes beside the graphs, about
 
-    def train(self) -> tuple[Tensor, Tensor]:
+    def train(self) -> None:
         if not self.graphs:
             return super().train()
         self.graphs[f"train {self.state.arithmetic.phase(self.state.step)}"].replay()
-        return self.loss, self.grad_norm
 
     def validate(self) -> None:
         if not self.graphs:
@@ -210,7 +210,7 @@ def bit_sums(state: State) -> Tensor:
     return torch.stack([shard.view(torch.int32).sum(dtype=torch.int64) for shard in state.opt.shards])
 
 
-def measured(runner: StepRunner) -> dict[str, float]:
+def measured(runner: StepRunner) -> Figures:
     """Loss and norm of two steps at learning rate 0 and the sum of a validation, in each phase, from the same start.
 
     The second step shows gradients that the first one has left. sync: the host reads them all.
@@ -220,9 +220,9 @@ def measured(runner: StepRunner) -> dict[str, float]:
         runner.forget()
         runner.state.set_counters(phase, 0)
         for number in (1, 2):
-            loss, norm = runner.train()
-            found[f"loss of step {number} in phase {phase}"] = float(loss)
-            found[f"norm of step {number} in phase {phase}"] = float(norm)
+            runner.train()
+            found[f"loss of step {number} in phase {phase}"] = float(runner.loss)
+            found[f"norm of step {number} in phase {phase}"] = float(runner.grad_norm)
         runner.sums.zero_()
         runner.validate()
         found[f"loss of validation in phase {phase}"] = float(runner.sums[1].sum())
@@ -231,7 +231,7 @@ def measured(runner: StepRunner) -> dict[str, float]:
     return found
 
 
-def require_equal(found: dict[str, float], want: dict[str, float], again: dict[str, float]) -> None:
+def require_equal(found: Figures, want: Figures, again: Figures) -> None:
     """found: of the graphs. want, again: of the eager steps, twice. Raises: Fault."""
     for name, value in want.items():
         floor = FLOORS[name.partition(" ")[0]] * abs(value)

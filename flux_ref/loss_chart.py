@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from flux_ref.files import whole
+from flux_ref.files import write_png
 
 TRAIN = "#6e96cd"
 VAL = "#c84628"
@@ -18,7 +18,7 @@ RIGHT = 860
 BOTTOM = 460
 EARLY = 0.1  # this share of a run has losses so high that they would hide all others
 
-Curve = Sequence[tuple[float, float]]  # training samples, loss
+Curve = list[tuple[float, float]]  # training samples, loss
 
 
 def span(curves: Sequence[Curve], target: float = 0.0) -> tuple[float, float]:
@@ -75,5 +75,4 @@ def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
     for point in val:
         pen.circle(place(*point), 4, VAL)
 
-    with whole(path) as partial:
-        image.save(partial, "PNG")
+    write_png(path, image)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flux_ref.config import ModelConfig
+from flux_ref.config import ModelConfig, Shape, Shapes
 from flux_ref.latents import image_positions
 
 # B batch  N image tokens (256)  T text tokens (256)  S tokens of a sequence: N, T or T + N (joint, text first)
@@ -284,7 +284,7 @@ START = (
 )
 
 
-def start_of(name: str, shape: tuple[int, ...]) -> tuple[str, float]:
+def start_of(name: str, shape: Shape) -> tuple[str, float]:
     """How a parameter starts, by START: its distribution (zeros, ones, normal or uniform) and its width.
 
     The width is a standard deviation or, if uniform, a half-width: sqrt(6 / (inputs + outputs)).
@@ -294,7 +294,7 @@ def start_of(name: str, shape: tuple[int, ...]) -> tuple[str, float]:
     return ("uniform", math.sqrt(6.0 / (shape[0] + shape[1]))) if kind == "xavier" else (kind, width)
 
 
-def parameter_table(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+def parameter_table(cfg: ModelConfig) -> Shapes:
     """BFL name -> shape of every parameter, without allocating any."""
     with torch.device("meta"):
         net = Flux(cfg)

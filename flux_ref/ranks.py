@@ -9,11 +9,13 @@ import json
 import os
 import resource
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flux_ref.config import ParallelConfig
-from flux_ref.errors import Fault, Refusal, told
+from flux_ref.errors import Fault, Refusal, in_words
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
 # A file that a node with a GPU has, and whether torch is built for it
@@ -161,6 +163,18 @@ def _device(local_rank: int) -> torch.device:
     return torch.device(accelerator.type, local_rank)
 
 
+def device_name(device: torch.device) -> str:
+    """The model of a device, such as "NVIDIA H200"."""
+    return "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Largest device memory this process has held, in 1e9 bytes; on the CPU its peak resident size."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    return torch.get_device_module(device).max_memory_allocated(device) / 1e9
+
+
 def stop() -> None:
     """Leave the process group."""
     if dist.is_initialized():
@@ -180,7 +194,7 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     try:
         yield
     except (Refusal, OSError) as error:
-        refused = told(error) if isinstance(error, OSError) else str(error)
+        refused = str(in_words(error))
     except Exception as error:
         broken = error
     reasons = gather_objects((refused, broken and f"{type(broken).__name__}: {broken}"), group)
@@ -230,9 +244,7 @@ def gather(tensor: Tensor) -> list:
 
 def host_group(name: str) -> dist.ProcessGroup:
     """One more group of all ranks, for host tensors and for use in a thread of its own. Collective."""
-    group = dist.new_group(backend=BACKENDS["cpu"], timeout=PATIENCE, group_desc=name)
-    assert isinstance(group, dist.ProcessGroup)  # ranks that are left out would get a number
-    return group
+    return cast(dist.ProcessGroup, dist.new_group(backend=BACKENDS["cpu"], timeout=PATIENCE, group_desc=name))
 
 
 def end_of_copies(device: torch.device) -> Callable[[], None]:

@@ -1,9 +1,11 @@
 """What a run writes into its folder and shows on the terminal while it trains. Only rank 0 writes."""
 
 import json
+import re
 import shlex
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
@@ -18,13 +20,12 @@ from flux_ref import config, folder, graphs, loss_chart, ranks, schedule
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.attention import attention_kernel
 from flux_ref.config import Config
-from flux_ref.environment import device_name, environment, peak_memory_gb
-from flux_ref.errors import Fault, Refusal, one_line, printable
+from flux_ref.errors import Fault, Refusal, Say, one_line, printable, progress
 from flux_ref.evaluate import Validation
-from flux_ref.files import append, records, write_records, write_whole
+from flux_ref.files import append, cut, write_whole
+from flux_ref.loss_chart import Curve
 from flux_ref.model import parameter_table
-from flux_ref.progress_bar import forecast, progress
-from flux_ref.ranks import World
+from flux_ref.ranks import World, device_name, peak_memory_gb
 from flux_ref.step import NEVER, Health
 from flux_ref.step_runner import State, StepRunner
 
@@ -34,15 +35,15 @@ PICTURES = "pictures.jsonl"
 class Reporter:
     """Terminal, loss.png, outcome.json, TensorBoard's curves and the .jsonl files of one run."""
 
-    def __init__(self, cfg: Config, world: World, write: Callable[[str], None]):
+    def __init__(self, cfg: Config, world: World, write: Say):
         """write: adds a line to the result file."""
         self.cfg = cfg
         self.world = world
         self.write = write
         self.folder = config.run_dir(cfg)
         self.speaks = world.rank == 0
-        self.train_curve: list[tuple[int, float]] = []
-        self.val_curve: list[tuple[int, float]] = []
+        self.train_curve: Curve = []
+        self.val_curve: Curve = []
         self.bar = tqdm(disable=True)  # until training begins
         self.board: Any = None  # torch's SummaryWriter, where the package tensorboard is installed
 
@@ -86,9 +87,16 @@ class Reporter:
 
     def write_environment(self, graph_bytes: int) -> None:
         """Write environment.json into the folder, which is there now. graph_bytes: as a StepRunner has it."""
-        record = environment(self.world) | {"graph_bytes": graph_bytes}
         if self.speaks:
-            write_whole(self.folder / folder.ENVIRONMENT, json.dumps(record, indent=2) + "\n")
+            record = {
+                "ranks": self.world.size,
+                "replicas": self.world.replicas,
+                "device": device_name(self.world.device),
+                "torch": torch.__version__,
+                "commit": commit(),
+                "graph_bytes": graph_bytes,
+            }
+            write_whole(self.folder / "environment.json", json.dumps(record, indent=2) + "\n")
         if graph_bytes:
             self.say(f"  graphs  take {graph_bytes / 1e9:.2f} GB outside torch's allocator")
 
@@ -99,14 +107,12 @@ class Reporter:
         """
         with ranks.agreed():
             if self.speaks:
-                trained = records(self.folder / "metrics.jsonl", samples)
-                repeated = schedule.evaluates(samples, self.cfg)  # the evaluation at the checkpoint
-                evaluated = records(self.folder / "eval.jsonl", samples - repeated)
-                write_records(self.folder / "metrics.jsonl", trained)
-                write_records(self.folder / "eval.jsonl", evaluated)
-                if (judged := self.folder / PICTURES).exists():
-                    repeated = schedule.due(samples, self.cfg.sample.every_samples, self.cfg.train.global_batch)
-                    write_records(judged, records(judged, samples - repeated))
+                # An evaluation and a drawing at the checkpoint are repeated.
+                evaluates = schedule.evaluates(samples, self.cfg)
+                draws = schedule.due(samples, self.cfg.sample.every_samples, self.cfg.train.global_batch)
+                trained = cut(self.folder / "metrics.jsonl", samples)
+                evaluated = cut(self.folder / "eval.jsonl", samples - evaluates)
+                cut(self.folder / PICTURES, samples - draws)
                 self.train_curve = [(record["samples"], record["loss"]) for record in trained]
                 self.val_curve = [(record["samples"], record["val_loss"]) for record in evaluated]
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
@@ -117,24 +123,19 @@ class Reporter:
         total = schedule.steps_for(self.cfg.train.max_samples, batch) * batch
         if warm_s:
             self.say(f"  time    {forecast(self.cfg, self.world.size, samples, val_count, warm_s)}")
-        if self.speaks and (writer := self._board_writer()):
-            # TensorBoard leaves out what an interrupted run has written after `samples`.
-            self.board = writer(str(self.folder / "tensorboard"), purge_step=samples + 1, flush_secs=10)
+        if self.speaks:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except Exception as error:  # such as TypeError, where protobuf is of another age
+                if getattr(error, "name", None) != "tensorboard":
+                    self.say(f"  curves  none, as TensorBoard cannot be imported: {one_line(error, 200)}")
+            else:  # what an interrupted run has written after `samples` is left out
+                self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=samples + 1, flush_secs=10)
         self.bar = progress(total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks)
         # What the next record is measured from: time of a monotonic clock, samples, seconds of waiting for data
         self.since_s = time.perf_counter()
         self.since_samples = samples
         self.since_wait_s = 0.0
-
-    def _board_writer(self) -> Any:
-        """torch's SummaryWriter; None where TensorBoard is not installed, or is broken, which a line says."""
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except Exception as error:  # such as TypeError, where protobuf is of another age
-            if getattr(error, "name", None) != "tensorboard":
-                self.say(f"  curves  none, as TensorBoard cannot be imported: {one_line(error, 200)}")
-            return None
-        return SummaryWriter
 
     def step(self, runner: StepRunner) -> None:
         """Record the step that was just trained. Collective.
@@ -209,10 +210,6 @@ class Reporter:
             if self.speaks:
                 loss_chart.chart(self.train_curve, self.val_curve, self.cfg.eval.target, self.folder / "loss.png")
 
-    def pause(self, seconds: float) -> None:
-        """Leave the seconds of pictures out of the rate of training."""
-        self.since_s += seconds
-
     def conclude(self, state: State, outcome: str, flaw: str) -> None:
         """Print how the run ended and where its files are. outcome.json marks the run as finished.
 
@@ -250,3 +247,42 @@ def require_finite(first_bad: list[tuple[float, float]], kernel: str) -> None:
         if what == "gradient norm" and kernel == "cudnn":  # whose backward has been wrong before
             remedy += ", or try --parallel.attention=flash"
         raise Fault(f"{what} is not finite in step {step + 1:.0f}, first on rank {rank}; {remedy}")
+
+
+def commit(folder: Path = Path(__file__).parent) -> str:
+    """The commit of the code in a folder, "+" with changes that are not in it; "" outside a repository.
+
+    Nothing is written: `git describe --dirty` would lock and rewrite the index.
+    """
+    git = ["git", "--no-optional-locks", "-C", str(folder)]
+    try:
+        told = subprocess.run([*git, "status", "--porcelain=v2", "--branch", "-uno"], capture_output=True).stdout
+    except OSError:  # there is no git
+        return ""
+    head = re.search(rb"^# branch.oid (\w{12})", told)
+    is_changed = re.search(rb"^[^#]", told, re.MULTILINE)
+    return head[1].decode() + ("+" if is_changed else "") if head else ""
+
+
+def forecast(cfg: Config, world_size: int, samples: int, val_count: int, warm_s: float) -> str:
+    """How long a run takes from `samples` to train.max_samples, in one line.
+
+    val_count: validation samples. warm_s: seconds of a training step and a validation batch together, in the warm-up.
+    """
+    batch = cfg.train.global_batch
+    work = 3 * batch / world_size  # in forwards of a sample; a backward takes about as long as two
+    step_s = warm_s * work / (work + cfg.eval.batch)
+    val_s = (warm_s - step_s) * schedule.steps_for(val_count, world_size * cfg.eval.batch)
+    clock = range(samples, cfg.train.max_samples + batch, batch)
+    steps = len(clock) - 1
+    count = sum(schedule.evaluates(samples, cfg) for samples in clock)
+    total = duration(steps * step_s + count * val_s)
+    return f"about {total}: {steps:,} steps of {step_s:.2f} s and {count} evaluations of {val_s:.1f} s"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: 58 s, 12 min, 3.1 h."""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} h"

@@ -15,7 +15,7 @@ from math import prod
 
 import numpy as np
 
-from flux_ref.config import TrainConfig
+from flux_ref.config import Shape, TrainConfig
 
 # port: the streams' numbers are part of the definition of a run.
 ORDER = 0  # the order of an epoch
@@ -55,9 +55,7 @@ def normal(word: np.ndarray) -> np.ndarray:
     return np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1).ravel()
 
 
-def normals(
-    seed: int, stream: int, shape: tuple[int, ...], *, sample: int, epoch: int = 0, start: int = 0
-) -> np.ndarray:
+def normals(seed: int, stream: int, shape: Shape, *, sample: int, epoch: int = 0, start: int = 0) -> np.ndarray:
     """N(0, 1) of a shape in float32: numbers start, start + 1, ... of a stream."""
     count = prod(shape)
     lead = start % 2  # they are made in pairs
@@ -118,7 +116,7 @@ class Draw:
     noise: np.ndarray
 
 
-def train_draw(train: TrainConfig, epoch: int, sample: int, shape: tuple[int, ...]) -> Draw:
+def train_draw(train: TrainConfig, epoch: int, sample: int, shape: Shape) -> Draw:
     """The draws of one training sample in one epoch. sample: its index in the data set. spec: t is uniform."""
     word = words(train.seed, SCALARS, 4, sample=sample, epoch=epoch)
     return Draw(
@@ -129,7 +127,7 @@ def train_draw(train: TrainConfig, epoch: int, sample: int, shape: tuple[int, ..
     )
 
 
-def val_draw(seed: int, noise_epoch: int, sample: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def val_draw(seed: int, noise_epoch: int, sample: int, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
     """(latent_eps, noise) of one validation sample. Validation has streams of its own.
 
     noise_epoch: training samples so far, for fresh noise at each evaluation; 0 for fixed noise.

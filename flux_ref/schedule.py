@@ -1,4 +1,4 @@
-"""The arithmetic of a run: learning rate, what is due when, and the validation times. No state, no torch.
+"""The arithmetic of a run: learning rate, what is due when. No state, no torch.
 
 The benchmark's clock is `samples`, the training samples that all ranks have consumed. One step adds one global batch.
 """
@@ -50,8 +50,3 @@ def lr(step: int, optim: OptimConfig) -> float:
     """
     fallen = 0.9 * min(1.0, step / optim.decay_steps) if optim.decay_steps else 0.0
     return optim.lr * min(1.0, (step + 1) / max(1, optim.warmup_steps)) * (1.0 - fallen)
-
-
-def validation_time(timestep: int) -> float:
-    """t of a validation row. spec: k / 8, not (k + 0.5) / 8."""
-    return timestep / TIMESTEPS

@@ -8,8 +8,13 @@ A port replaces this file. Parameters keep Black Forest Labs' names whatever the
 """
 
 import math
+import os
+import secrets
+import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -18,9 +23,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from flux_ref import model, rng
-from flux_ref.arithmetic import DTYPES, Arithmetic, arithmetic_of
-from flux_ref.attention import allow_attention_of
+from flux_ref import model, ranks, rng
+from flux_ref.arithmetic import DTYPES, Arithmetic, Options, arithmetic_of
+from flux_ref.attention import allow_attention, attention_kernel
 from flux_ref.config import Config, ParallelConfig
 from flux_ref.model import Flux
 from flux_ref.ranks import World
@@ -46,7 +51,10 @@ class Region(nn.Module):
         streams: tuple[Tensor, ...] = tuple(first)
         for block in self.blocks:
             inputs = (*streams, vec_BD, rope_SR2)
-            out = recomputed(block, *inputs) if self.recompute == "block" else block(*inputs)
+            if self.recompute == "block":  # no random numbers are drawn, so no state of a generator is kept
+                out = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                out = block(*inputs)
             streams = out if isinstance(out, tuple) else (out,)
         return out
 
@@ -57,12 +65,6 @@ class ShardedFlux(Flux, FSDPModule):
     names: list[str]  # Black Forest Labs' names of the parameters, in the net's order
     arithmetic: Arithmetic
     kept: list[FSDPModule]  # units whose weights stay gathered through a step, the root among them
-
-
-def recomputed(function, *args):
-    """Call a function whose inner activations are not kept: backward computes them again."""
-    # Blocks draw no random numbers, so there is no state of a generator to keep.
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def regions(blocks: nn.ModuleList, cfg: ParallelConfig) -> nn.ModuleList:
@@ -82,7 +84,7 @@ def build(cfg: Config, world: World, seed: int | None, arithmetic: Arithmetic | 
     seed: of its initial weights; None leaves the weights undefined. arithmetic: None is arithmetic_of(cfg).
     """
     arithmetic = arithmetic or arithmetic_of(cfg)
-    allow_attention_of(cfg, world.device)
+    allow_attention(cfg, world.device)
     with torch.device("meta"):
         plain = Flux(cfg.model)
         arithmetic.convert(plain, world.device)
@@ -119,14 +121,13 @@ def shard(plain: Flux, cfg: Config, world: World, arithmetic: Arithmetic) -> Sha
         reduce_dtype=DTYPES[parallel.reduce_dtype],
         cast_forward_inputs=False,  # numerics: True would round t and RoPE to parallel.dtype
     )
-    kept = len(units) if parallel.kept_regions < 0 else min(parallel.kept_regions, len(units))
+    freed = 0 if parallel.kept_regions < 0 else max(0, len(units) - parallel.kept_regions)
     for i, unit in enumerate(units):
-        is_freed = i < len(units) - kept
-        fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=is_freed)
+        fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=i < freed)
     net = cast(ShardedFlux, fully_shard(plain, mesh=world.mesh, mp_policy=mixed_precision))
     net.names = names
     net.arithmetic = arithmetic
-    net.kept = [*units[len(units) - kept :], net]
+    net.kept = [*units[freed:], net]
     # torch 2.14 and later warn that operations in place on a unit's result would be lost. The objective has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if REDUCTIONS > 1:
@@ -156,7 +157,7 @@ def local_rows(parameter: DTensor) -> tuple[int, Tensor]:
     """This rank's rows of a parameter, as (number of the first row, rows). FSDP2 splits axis 0 like torch.chunk."""
     mesh = parameter.device_mesh
     chunk = -(-parameter.shape[0] // mesh.size(-1))
-    return min(mesh.get_local_rank(mesh.ndim - 1) * chunk, parameter.shape[0]), parameter.to_local()
+    return min(mesh.get_local_rank("shard") * chunk, parameter.shape[0]), parameter.to_local()
 
 
 def reshard(net: nn.Module) -> None:
@@ -169,7 +170,29 @@ def reshard(net: nn.Module) -> None:
 # Compiling
 
 
-def options(device: torch.device, own: dict[str, object]) -> dict[str, object]:
+def choose_compiler_folder(cfg: Config, world: World, stack: ExitStack) -> None:
+    """With parallel.compile, give torch's compiler a folder of this start, for all ranks of a node. Collective.
+
+    By itself torch takes the pickles and the code that lie in /tmp/torchinductor_USER; another user may have made it.
+    The own folder is removed when the stack ends; TORCHINDUCTOR_CACHE_DIR=DIR keeps the code in DIR for later starts.
+    Call this before a net is built: torch then imports its compiler, which looks for the folder. Raises: Refusal.
+    """
+    if not cfg.parallel.compile:
+        return
+    token = ranks.gather_objects(secrets.token_hex(8))[0]  # nobody can have made a folder of this name
+    own = f"{tempfile.gettempdir()}/flux_ref_compiled_{token}"
+    stack.callback(shutil.rmtree, own, ignore_errors=True)
+    with ranks.agreed():
+        os.makedirs(own, mode=0o700, exist_ok=True)
+    kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or own
+    # torch finds compiled code by the code of the net. That does not name the kernel of attention, so the folder does.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{kept}/{attention_kernel(cfg, world.device).replace(' ', '_')}"
+    # torch keeps some files below the temporary folder, whatever TORCHINDUCTOR_CACHE_DIR says.
+    os.environ["TMPDIR"] = own
+    tempfile.tempdir = own
+
+
+def options(device: torch.device, own: Options) -> Options:
     """The compiler's options for regions. own: those of the arithmetic.
 
     They save memory traffic of GPUs. On a CPU they were not faster, so it takes none.
@@ -185,7 +208,7 @@ def options(device: torch.device, own: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in (wanted | own).items() if name in known._config}
 
 
-def compile_all(units: list[Region], cfg: Config, device: torch.device, own: dict[str, object]) -> None:
+def compile_all(units: list[Region], cfg: Config, device: torch.device, own: Options) -> None:
     """Mark every region to be compiled at its first call in each mode. own: as for `options`."""
     torch.compiler.set_stance("default")
     _set(torch._dynamo.config, "recompile_limit", RECOMPILE_LIMIT)

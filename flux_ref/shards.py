@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from flux_ref import files
+from flux_ref.config import ModelConfig, Shape, Shapes
 from flux_ref.errors import Refusal, one_line, shown
 
 MEMBERS = ("t5", "clip", "mean", "logvar")
@@ -49,7 +50,7 @@ def _round_up(size: int, unit: int = BLOCK) -> int:
 
 
 @cache
-def npy_header(shape: tuple[int, ...]) -> bytes:
+def npy_header(shape: Shape) -> bytes:
     stream = io.BytesIO()
     np.lib.format.write_array_header_1_0(stream, {"descr": "<u2", "fortran_order": False, "shape": shape})
     return stream.getvalue()
@@ -58,7 +59,7 @@ def npy_header(shape: tuple[int, ...]) -> bytes:
 class Layout:
     """The bytes of one sample, given the shape of each member."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]]):
+    def __init__(self, shapes: Shapes):
         self.shapes = shapes
         # Of a sample in a shard, with tar headers and padding.
         self.stride = 2 * BLOCK + sum(BLOCK + _round_up(NPY_HEADER + 2 * prod(shapes[name])) for name in MEMBERS)
@@ -75,8 +76,8 @@ class Layout:
         return np.frombuffer(blob, np.uint16, offset=NPY_HEADER).reshape(shape)
 
 
-def layout(model) -> Layout:
-    """The layout of samples for a model (config.ModelConfig)."""
+def layout(model: ModelConfig) -> Layout:
+    """The layout of samples for a model."""
     latent = model.latent_shape
     text = (model.text_tokens, model.t5_dim)
     return Layout({"t5": text, "clip": (model.clip_dim,), "mean": latent, "logvar": latent})
@@ -92,6 +93,9 @@ class Meta:
     key: str
     timestep: int | None = None
     caption: str = ""
+
+
+Sample = tuple[Meta, Arrays]
 
 
 class Shard:
@@ -184,6 +188,12 @@ class ShardSet:
 
     def __len__(self) -> int:
         return self.first[-1]
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Every sample of an open set, in memory of its own. Raises: BadSample."""
+        for index in range(len(self)):
+            arrays = self.layout.arrays()
+            yield self.read(index, arrays), arrays
 
     def open(self) -> None:
         for shard in self.shards:
@@ -294,7 +304,7 @@ def key_of(split: str, index: int) -> str:
     return f"{split}_{index:08d}"
 
 
-def write(path: Path, samples: Iterable[tuple[Meta, Arrays]]) -> None:
+def write(path: Path, samples: Iterable[Sample]) -> None:
     """Write samples into a new shard, in a folder that is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with new_shard(path) as file:

@@ -5,14 +5,12 @@ only hide the transfer: 147 MB for 64 samples of schnell, about 3 ms (calculated
 """
 
 import time
-from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from flux_ref import schedule, sharding
 from flux_ref.config import Config, rank_batch
-from flux_ref.data import HostBatch, allocate, copy_next, synthetic
+from flux_ref.data import Feed, allocate, copy_next, synthetic
 from flux_ref.errors import Fault
 from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
@@ -72,34 +70,29 @@ class StepRunner(Validator):
         self.state = state
         self.train_batch = allocate(cfg.model, rank_batch(cfg, world.size), world.device)
         self.health = Health(world.device)
-        self.loss = torch.zeros((), device=world.device)
+        self.loss = torch.zeros((), device=world.device)  # this rank's, of the newest step, as is the norm
         self.grad_norm = torch.zeros((), device=world.device)
         self.warm_s = 0.0  # seconds of a training step and a validation batch, once warmed up
         self.data_wait_s = 0.0  # seconds that the device has waited for training data
         self.graph_bytes = 0  # of device memory that captured steps take outside of torch's allocator
 
-    def train_on(self, feed: Iterator[HostBatch]) -> tuple[Tensor, Tensor]:
-        """The next batch, then `step` on it. Returns what `train` returns."""
+    def train_on(self, feed: Feed) -> None:
+        """The next batch, then `step` on it."""
         self.data_wait_s += copy_next(feed, self.train_batch)
-        return self.step()
+        self.step()
 
-    def step(self) -> tuple[Tensor, Tensor]:
-        """One training step on `train_batch`: learning rate, `train`, clock. Returns what `train` returns."""
+    def step(self) -> None:
+        """One training step on `train_batch`: learning rate, `train`, clock."""
         state = self.state
         state.opt.lr.fill_(schedule.lr(state.step, self.cfg.optim))
         self.train()
         state.advance(self.cfg.train.global_batch)
-        return self.loss, self.grad_norm
 
-    def train(self) -> tuple[Tensor, Tensor]:
-        """One optimizer step on `train_batch` at `opt.lr`. The clock does not move.
-
-        Returns this rank's loss and the gradient norm, fp32 device scalars that the next step overwrites.
-        """
+    def train(self) -> None:
+        """One optimizer step on `train_batch` at `opt.lr`. The clock does not move."""
         loss, grad_norm = train_step(self.state.net, self.state.opt, self.train_batch, self.health, self.cfg)
         self.loss.copy_(loss)
         self.grad_norm.copy_(grad_norm)
-        return self.loss, self.grad_norm
 
     def warm_up(self) -> None:
         """Real steps on synthetic batches before the clock starts. They compile, allocate and connect everything.

@@ -1,4 +1,4 @@
-"""Fixed stand-ins for FLUX.1's three frozen encoders, and a toy data set: captioned drawings.
+"""Fixed stand-ins for FLUX.1's three frozen encoders, a toy data set of captioned drawings, and its judge.
 
 A block DCT stands in for the autoencoder: it maps (3, H, W) to mean and logvar of (16, H/8, W/8) and decodes back.
 Fixed random word vectors stand in for T5 and CLIP. They take any picture and any caption.
@@ -15,8 +15,8 @@ import numpy as np
 
 from flux_ref import files, rng, schedule, shards
 from flux_ref.config import Config, ModelConfig
-from flux_ref.progress_bar import progress
-from flux_ref.shards import Arrays, Meta
+from flux_ref.errors import progress
+from flux_ref.shards import Arrays, Meta, Sample
 
 COLOURS = {
     "red": (0.90, 0.10, 0.10),
@@ -37,6 +37,7 @@ PLACES = {  # centre (x, y) of the drawing, in parts of the image
 SIZES = {"small": 0.14, "large": 0.23}  # half of the width
 BACKGROUND = 0.92
 JITTER = 0.03  # a drawing's centre moves by up to this much, in parts of the image
+SHIFTS = (-2 / 3 * JITTER, 0.0, 2 / 3 * JITTER)  # no drawing of the data set is far from these
 LOGVAR = -8.0  # logvar of every latent value, about as small as a trained autoencoder's
 
 
@@ -88,6 +89,31 @@ def render(drawing: Drawing, height: int, width: int, dx: float = 0.0, dy: float
     cover = inside.reshape(height, fine, width, fine).mean(axis=(1, 3))
     colour = np.array(COLOURS[drawing.colour])[:, None, None]
     return ((BACKGROUND + cover * (colour - BACKGROUND)) * 2 - 1).astype(np.float32)
+
+
+@functools.cache
+def _all_pictures(rows: int, columns: int) -> tuple[list[str], np.ndarray]:
+    """The caption of each drawing at each of SHIFTS, and the picture, (n, 3, rows, columns)."""
+    known = [*itertools.product(all_drawings(), SHIFTS, SHIFTS)]
+    pictures = [render(drawing, rows, columns, dx, dy) for drawing, dx, dy in known]
+    return [drawing.caption for drawing, _, _ in known], np.stack(pictures)
+
+
+def judge(pictures: list[np.ndarray], captions: list[str]) -> dict[str, str]:
+    """{caption: what its picture shows} of the generated pictures that do not show their caption.
+
+    A picture shows the drawing that differs least from it, by the mean squared difference of a value at half size.
+    pictures: (3, H, W) in [-1, 1], H and W even.
+    """
+    wrong = {}
+    for picture, caption in zip(pictures, captions):
+        _, height, width = picture.shape
+        half = picture.reshape(3, height // 2, 2, width // 2, 2).mean(axis=(2, 4))
+        known, drawings = _all_pictures(*half.shape[1:])
+        shown = known[np.square(drawings - half).mean(axis=(1, 2, 3)).argmin()]
+        if shown != caption:
+            wrong[caption] = shown
+    return wrong
 
 
 # The 8-point DCT-II as an orthonormal matrix, frequency first.
@@ -154,8 +180,7 @@ def unknown_words(prompts: list[str], cfg: Config) -> list[str]:
         return []
     samples = shards.ShardSet(cfg.data.train, shards.layout(cfg.model))
     samples.open()
-    arrays = samples.layout.arrays()
-    known = {word for i in range(len(samples)) for word in words(samples.read(i, arrays).caption)}
+    known = {word for meta, _ in samples for word in words(meta.caption)}
     return [word for word in dict.fromkeys(words(" ".join(prompts))) if word not in known]
 
 
@@ -164,7 +189,7 @@ def _word_vector(word: str, dim: int) -> np.ndarray:
     return rng.normals(0, rng.TOY_TEXT, (dim,), sample=rng.name_key(word), epoch=dim)
 
 
-def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
+def make_shapes(folder: Path, cfg: Config) -> None:
     """Write folder/train, folder/val and folder/empty_encodings. The folder appears once it is whole.
 
     Validation shows the drawings that training never shows, at the eight timesteps in turn.
@@ -174,12 +199,14 @@ def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
     shown = [drawing for drawing in all_drawings() if drawing not in unseen]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with files.whole(folder, is_new=True) as partial:
-        shards.write(shards.shard_path(partial / "train", 0), _samples(shown, train, model, "train"))
-        shards.write(shards.shard_path(partial / "val", 0), _samples(unseen, val, model, "val"))
-        write_empty(partial, encode_caption("", model))
+        shards.write(shards.shard_path(partial / "train", 0), _samples(shown, cfg, "train"))
+        shards.write(shards.shard_path(partial / "val", 0), _samples(unseen, cfg, "val"))
+        write_empty(partial, encode_caption("", cfg.model))
 
 
-def _samples(drawings: list[Drawing], count: int, model: ModelConfig, split: str) -> Iterator[tuple[Meta, Arrays]]:
+def _samples(drawings: list[Drawing], cfg: Config, split: str) -> Iterator[Sample]:
+    model = cfg.model
+    count = cfg.data.train_count if split == "train" else cfg.data.val_count
     for i in progress(range(count), desc=f"making {split} shapes", leave=False):
         drawing = drawings[i // schedule.TIMESTEPS % len(drawings)]
         draw = rng.words(0, rng.TOY_SHAPES, 2, sample=i, epoch=int(split == "val"))
@@ -188,7 +215,7 @@ def _samples(drawings: list[Drawing], count: int, model: ModelConfig, split: str
         yield sample(split, i, encode(picture), drawing.caption, encode_caption(drawing.caption, model))
 
 
-def sample(split: str, index: int, mean: np.ndarray, caption: str, texts: Arrays) -> tuple[Meta, Arrays]:
+def sample(split: str, index: int, mean: np.ndarray, caption: str, texts: Arrays) -> Sample:
     """Sample `index` of train or val. In validation the timesteps take turns.
 
     mean, texts: as `encode` and `encode_caption` give them.
@@ -211,7 +238,7 @@ def ensure(cfg: Config) -> None:
     """
     folder = Path(cfg.data.train).parent
     if cfg.data.kind == "toy":
-        make_once(folder, lambda: make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count))
+        make_once(folder, lambda: make_shapes(folder, cfg))
 
 
 def make_once(folder: Path, make: Callable[[], None]) -> None:

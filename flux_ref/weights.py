@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flux_ref import checkpoint, config_file, ranks, tensors
 from flux_ref.checkpoint import Checkpoint
-from flux_ref.config import Config, ModelConfig
+from flux_ref.config import Config, ModelConfig, Shapes
 from flux_ref.errors import Refusal, notice
 from flux_ref.files import matching
 from flux_ref.model import parameter_table
@@ -25,7 +25,6 @@ from flux_ref.sharding import ShardedFlux, local_rows, named_parameters
 
 TRAINER = "flux_ref"  # under "trained_by" in the metadata of exported files
 REMEDY = "give a run, a checkpoint, a .safetensors file in BFL's layout or diffusers' transformer folder"
-Shapes = dict[str, tuple[int, ...]]
 # The first linear's name, by BFL and by diffusers. A prefix of it is a prefix of all names of the model.
 FIRST = ("img_in.weight", "x_embedder.weight")
 SCALES = ("scale_weight", "weight_scale")  # X.weight times X.weight_scale are the weights of X
@@ -116,14 +115,6 @@ def bfl_parts(model: ModelConfig) -> Parts:
     return parts
 
 
-def diffusers_table(model: ModelConfig) -> Shapes:
-    """diffusers' name -> shape of every parameter."""
-    shapes = parameter_table(model)
-    return {
-        name: (sum(part.rows for part in parts), *shapes[parts[0].name][1:]) for name, parts in bfl_parts(model).items()
-    }
-
-
 # Values
 
 
@@ -212,8 +203,9 @@ def _of_files(path: Path, model: ModelConfig) -> Source:
     table = parameter_table(model)
     parts = whole_parts(table)
     if any("transformer_blocks." in name for name in own):  # each of diffusers' files has some
-        table = diffusers_table(model)
         parts = diffusers_parts(model)
+        theirs = bfl_parts(model)
+        table = {name: (sum(own.rows for own in of), *table[of[0].name][1:]) for name, of in theirs.items()}
     scales = {f"{name.rpartition('.')[0]}.weight": name for name in own if name.endswith(SCALES)}
     one = {name: own[name] if prod(own[name]) == 1 else () for name in scales.values()}  # a scale of blocks is refused
     tensors.require_fit(own, table | one, f"weights {path}")
@@ -235,8 +227,7 @@ def _of_files(path: Path, model: ModelConfig) -> Source:
 
 def _own(shapes: Shapes, path: Path) -> tuple[str, Shapes]:
     """What stands before the names of the model, and its tensors without it. A line tells what else there is."""
-    prefixes = {name.removesuffix(first) for name in shapes for first in FIRST if name.endswith(first)}
-    prefix = prefixes.pop() if len(prefixes) == 1 else ""
+    prefix = min((name.removesuffix(first) for name in shapes for first in FIRST if name.endswith(first)), default="")
     own = {}
     aside = set()
     for name, shape in shapes.items():

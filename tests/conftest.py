@@ -64,7 +64,7 @@ def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
 def shapes_dir(shared) -> Path:
     """A folder of train/, val/ and empty_encodings/ for the micro model."""
     cfg = config_file.load(MICRO)
-    return shared("shapes", lambda path: toy.make_shapes(path, cfg.model, cfg.data.train_count, cfg.data.val_count))
+    return shared("shapes", lambda path: toy.make_shapes(path, cfg))
 
 
 @pytest.fixture(scope="session")

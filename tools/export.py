@@ -19,10 +19,9 @@ from safetensors.torch import save_file
 from flux_ref import errors, files, weights
 from flux_ref.arithmetic import DTYPES
 from flux_ref.config import ModelConfig
-from flux_ref.errors import Options, Refusal
+from flux_ref.errors import Options, Refusal, progress
 from flux_ref.model import parameter_table
 from flux_ref.optim import EMA
-from flux_ref.progress_bar import progress
 from flux_ref.weights import TRAINER, Source
 
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"

@@ -8,7 +8,7 @@ Sources of the constants: training_rules.adoc of MLCommons training_policies; ml
 from typing import Any
 
 from flux_ref import schedule
-from flux_ref.config import CHECKER, KEYS, Config, flat, micro_batch
+from flux_ref.config import CHECKER, KEYS, Config, Values, flat, micro_batch
 from flux_ref.errors import one_line, shown
 
 TRAIN_SAMPLES = 1_099_776  # of CC12M, as preprocessed by MLCommons
@@ -51,7 +51,7 @@ HEAD = {  # the official names of a run's values in their order; spec: the batch
 }
 
 
-def judge(found: dict[str, Any], rehearsal: bool) -> list[str]:
+def judge(found: Values, rehearsal: bool) -> list[str]:
     """The departures among values of all keys in FIXED, in words; None is an unknown value.
 
     A rehearsal may have a smaller model and smaller data.
@@ -75,7 +75,7 @@ def narrowest(cfg: Config, *products: str) -> str:
     return policy.narrowest(cfg, *products) or plain
 
 
-def values(cfg: Config, train_count: int, val_count: int) -> dict[str, Any]:
+def values(cfg: Config, train_count: int, val_count: int) -> Values:
     """A config's values of all keys in FIXED, and others. train_count, val_count: samples in the data sets."""
     precision = narrowest(cfg, "forward") if cfg.precision.eval else DTYPE_NAMES[cfg.parallel.dtype]
     return flat(cfg) | {"data.train_count": train_count, "data.val_count": val_count, VAL_PRECISION: precision}

@@ -6,6 +6,7 @@ loss by about 0.001.
 """
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ def is_benchmark(cfg: Config) -> bool:
     return cfg.model == ModelConfig() and cfg.eval.target == EvalConfig.target
 
 
-def warning(cfg: Config, curve: list[tuple[int, float]]) -> str:
+def warning(cfg: Config, curve: Sequence[tuple[float, float]]) -> str:
     """One line if the last two of a run's (training samples, loss) lie above the band, else ""."""
     band = public_band(cfg.train.global_batch) if cfg.eval.band and is_benchmark(cfg) else []
     if len(curve) < 2 or not band:

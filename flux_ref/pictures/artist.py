@@ -1,7 +1,7 @@
 """Pictures from captions: Euler steps from noise to data, with classifier-free guidance; and the pictures of a run."""
 
 import time
-from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flux_ref import config, latents, ranks, rng, sharding, shards, toy
 from flux_ref.arithmetic import DTYPES
 from flux_ref.config import Config
-from flux_ref.pictures import encoders, judge, sheet
+from flux_ref.errors import Say
+from flux_ref.pictures import encoders, sheet
 from flux_ref.ranks import World
 from flux_ref.report import Reporter
 from flux_ref.shards import Arrays, ShardSet
 from flux_ref.step_runner import State
 
+Encoding = list[Tensor]  # [t5, clip] of a caption, or of several
 LOOKED_AT = 16  # samples for each different caption that is wanted
 
 
@@ -34,8 +36,8 @@ class Artist:
         self.world = world
         self.dtype = DTYPES[cfg.parallel.dtype]
         self.captions: list[str] = []
-        self.encoded: list[list[Tensor]] = []
-        self.empty: list[Tensor] = []
+        self.encoded: list[Encoding] = []
+        self.empty: Encoding = []
         self.autoencoder: Any = None
         with ranks.agreed():
             if world.rank == 0 and cfg.data.kind != "toy":
@@ -47,10 +49,8 @@ class Artist:
         At most LOOKED_AT samples for each caption are looked at, so there may be fewer.
         """
         count = self.cfg.sample.count
-        found: dict[str, list[Tensor]] = {}
-        for number in range(min(len(samples), LOOKED_AT * count)):
-            arrays = samples.layout.arrays()
-            meta = samples.read(number, arrays)
+        found: dict[str, Encoding] = {}
+        for meta, arrays in islice(samples, LOOKED_AT * count):
             found.setdefault(meta.caption or meta.key, _texts(arrays))
             if len(found) == count:
                 break
@@ -59,7 +59,7 @@ class Artist:
         if self.cfg.sample.guidance != 1.0:
             self.empty = _texts(shards.read_empty(config.empty_dir(self.cfg), samples.layout))
 
-    def take_prompts(self, prompts: list[str], home: Path, at: Callable[[str], None]) -> None:
+    def take_prompts(self, prompts: list[str], home: Path, at: Say) -> None:
         """Draw prompts, encoded as a data set has them. home: the folder of the encoders. Raises: Refusal.
 
         The encoders are gone before a net is built. at: called before each prompt with what this rank does.
@@ -77,7 +77,7 @@ class Artist:
                 self.encoded.append([net([text])[0].bfloat16() for net in (nets.t5, nets.clip)])
         self.empty = self.encoded.pop()
 
-    def paint(self, net: nn.Module, at: Callable[[str], None]) -> list[np.ndarray]:
+    def paint(self, net: nn.Module, at: Say) -> list[np.ndarray]:
         """A picture of each caption, (3, H, W) about in [-1, 1]; none on ranks other than 0. Collective.
 
         at: called before each sampling step with its name. It may raise, on all ranks alike.
@@ -91,7 +91,7 @@ class Artist:
         return pictures
 
     @torch.no_grad()
-    def generate_latents(self, net: nn.Module, first: int, at: Callable[[str], None]) -> Tensor:
+    def generate_latents(self, net: nn.Module, first: int, at: Say) -> Tensor:
         """A latent for each of eval.batch captions: (B, C, Y, X) fp32, on the autoencoder's scale. Collective.
 
         first: number of the first caption. Caption i starts from noise i of sample.seed. at: as for `paint`.
@@ -103,8 +103,7 @@ class Artist:
         if sample.guidance != 1.0:
             encodings.append(self._stacked([self.empty] * len(texts)))
         noise = [
-            rng.normals(sample.seed, rng.SAMPLING, model.latent_shape, sample=first + i, epoch=0)
-            for i in range(len(texts))
+            rng.normals(sample.seed, rng.SAMPLING, model.latent_shape, sample=first + i) for i in range(len(texts))
         ]
         x_BNP = latents.pack(torch.from_numpy(np.stack(noise)).to(self.world.device))
         try:
@@ -119,7 +118,7 @@ class Artist:
             sharding.reshard(net)  # also after an interruption: training or a checkpoint may follow
         return latents.unscale(latents.unpack(x_BNP, model.latent_height, model.latent_width))
 
-    def _stacked(self, texts: list[list[Tensor]]) -> list[Tensor]:
+    def _stacked(self, texts: list[Encoding]) -> Encoding:
         """[t5_BTE, clip_BV] in parallel.dtype."""
         return [torch.stack(parts).to(self.world.device, self.dtype) for parts in zip(*texts)]
 
@@ -135,7 +134,7 @@ class Artist:
         sheet.save(pictures, self.captions, path)
 
 
-def _texts(arrays: Arrays) -> list[Tensor]:
+def _texts(arrays: Arrays) -> Encoding:
     return [torch.from_numpy(arrays[name]).view(torch.bfloat16) for name in ("t5", "clip")]
 
 
@@ -149,7 +148,7 @@ class Gallery(Artist):
         self.samples = samples
         self.newest = -1  # training samples at the newest sheet
 
-    def draw(self, state: State, at: Callable[[str], None]) -> None:
+    def draw(self, state: State, at: Say) -> None:
         """Draw the first sample.count captions from the same noise as ever, unless they are drawn. Collective.
 
         Training goes on as without pictures: drawing changes no weight and no number of training, and takes dynamic
@@ -170,5 +169,5 @@ class Gallery(Artist):
                 sheet.strip(path.parent, pictures[0].shape[1])
             self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures: {path}")
         if pictures and self.cfg.data.kind == "toy" and not self.cfg.data.pictures:
-            self.report.judged(samples, len(pictures), judge.wrong(pictures, self.captions))
-        self.report.pause(time.perf_counter() - begin)
+            self.report.judged(samples, len(pictures), toy.judge(pictures, self.captions))
+        self.report.since_s += time.perf_counter() - begin  # pictures are no part of the rate of training

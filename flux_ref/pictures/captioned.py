@@ -62,10 +62,21 @@ class Picture:
         return pixels(_bytes(self.content, "file"), height, width), caption
 
     def caption(self) -> str:
-        """Raises: Rejected."""
+        """What the .txt says, or else the "caption" of the .json. Raises: Rejected."""
         if self.rejected:
             raise Rejected(self.rejected)
-        return described({suffix: _bytes(text, "caption") for suffix, text in self.texts.items()})
+        suffix = ".txt" if ".txt" in self.texts else ".json"
+        text = _bytes(self.texts.get(suffix, b"{}"), "caption")
+        try:
+            caption = decode(text) if suffix == ".txt" else json.loads(text).get("caption") or ""
+            # JSON may hold NULs and halves of surrogate pairs, which are ValueErrors.
+            caption = decode(caption.encode()).replace(MARK, "").strip()
+        except (ValueError, AttributeError):
+            raise Rejected("unreadable caption") from None
+        # Marks of byte order and joiners show nothing.
+        if not any(c.isprintable() and not c.isspace() for c in caption):
+            raise Rejected("no caption")
+        return caption
 
 
 Part = Callable[[], Iterator[Picture]]  # some consecutive pictures; every call gives the same ones
@@ -79,24 +90,6 @@ def _bytes(content: Content, what: str) -> bytes:
         return read_bytes(content, what, MOST_BYTES)
     except (Refusal, OSError):
         raise Rejected(f"unreadable {what}") from None
-
-
-def described(texts: dict[str, bytes]) -> str:
-    """The caption in a .txt, or else the "caption" of a .json. Raises: Rejected."""
-    try:
-        if ".txt" in texts:
-            caption = decode(texts[".txt"])
-        else:
-            caption = json.loads(texts.get(".json", b"{}")).get("caption") or ""
-        caption = caption.replace(MARK, "").strip()
-        caption.encode()  # half of a surrogate pair, as JSON may hold it, is a ValueError
-        if "\0" in caption:
-            raise ValueError
-    except (ValueError, AttributeError):
-        raise Rejected("unreadable caption") from None
-    if not any(c.isprintable() and not c.isspace() for c in caption):  # marks of byte order and joiners show nothing
-        raise Rejected("no caption")
-    return caption
 
 
 # From a file to pixels
@@ -226,7 +219,7 @@ def parts_of(root: Path, names: list[str], column: str, size: int) -> list[Part]
             groups[key].append(File(name, key, suffix.lower(), root / name))
     found = list(itertools.chain.from_iterable(map(_grouped, groups.values())))
     if listings:
-        found = _listed(root, listings[0], {picture.name: picture for picture in found}, column)
+        found = _listed(root, listings[0], [picture.name for picture in found], column)
     for start in range(0, len(found), size):
         parts.append(partial(iter, found[start : start + size]))
     return parts
@@ -235,12 +228,12 @@ def parts_of(root: Path, names: list[str], column: str, size: int) -> list[Part]
 # Tables of captions
 
 
-def _listed(root: Path, listing: str, files: dict[str, Picture], column: str) -> list[Picture]:
+def _listed(root: Path, listing: str, files: list[str], column: str) -> list[Picture]:
     """The rows of metadata.jsonl or metadata.csv, then the files that no row names. Raises: Refusal."""
     alike = defaultdict(list)
     for name in files:
         alike[_plain(name)].append(name)
-    rest = dict(files)
+    rest = dict.fromkeys(files)
     found = []
     for number, row in enumerate(_rows(root / listing, column), 1):
         given = row.get(FILE_NAME)
@@ -277,12 +270,11 @@ def _rows(path: Path, column: str) -> list[dict]:
     except (ValueError, csv.Error) as error:
         raise Refusal(f"{path}: {error}; mend it") from None
     columns = dict.fromkeys(name for row in rows for name in row)
-    if not columns:
-        raise Refusal(f"{path} has no row; give each picture a line of its own, in .jsonl one object")
-    for absent in (FILE_NAME, column):
-        if absent not in columns:
-            names = ", ".join(map(shown, list(columns)[:20]))
-            raise Refusal(f"{path} has no column {absent!r}, only {names}; add it or give --caption-column NAME")
+    for name in (FILE_NAME, column):
+        if name not in columns:
+            names = ", ".join(map(shown, list(columns)[:20])) or "none"
+            remedy = "give each picture a line of its own, in .jsonl one object; or give prepare --caption-column NAME"
+            raise Refusal(f"{path}: no row has the column {name!r}; its columns: {names}; {remedy}")
     return rows
 
 
@@ -319,7 +311,7 @@ def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, tar: str, before:
     before: the last member's key, which one without a key has, too. A Mac puts ._NAME before each file.
     """
     base, extension = base_plus_ext(member.name)
-    place = (f"{tar}/{member.name}", f"{tar}/{base}" if base else before, f".{extension or ''}".lower())
+    place = (f"{tar}/{member.name}", base or before, f".{extension or ''}".lower())
     if not member.name.lower().endswith(SUFFIXES + TEXTS):
         return File(*place)
     try:

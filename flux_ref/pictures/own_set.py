@@ -3,7 +3,7 @@
 Pictures go through the stand-in encoders of toy.py, so nothing is downloaded and little is computed.
 """
 
-import hashlib
+import json
 from collections import Counter
 from contextlib import ExitStack
 from itertools import chain
@@ -13,10 +13,9 @@ import numpy as np
 
 from flux_ref import files, shards, toy
 from flux_ref.config import Config, ModelConfig
-from flux_ref.errors import Refusal, one_line
+from flux_ref.errors import Refusal, one_line, progress
 from flux_ref.pictures import captioned, sheet
 from flux_ref.pictures.captioned import Rejected
-from flux_ref.progress_bar import progress
 from flux_ref.schedule import TIMESTEPS
 
 EVERY = 10  # one of so many pictures is held out
@@ -27,7 +26,7 @@ SHOWN = 9  # pictures of codec.png
 def ensure(cfg: Config) -> None:
     """Make the set of data.pictures in the folder above data.train, if it is not there. Raises: Refusal, OSError.
 
-    A set that was made from other files is refused: by names, sizes and times, which cost less than contents.
+    A set that was made from other files is refused: made_from.txt has their names, sizes and times.
     """
     folder = Path(cfg.data.train).parent
     root = Path(cfg.data.pictures)
@@ -35,7 +34,8 @@ def ensure(cfg: Config) -> None:
         raise Refusal(f"data.pictures={root} is no folder; give the folder of your pictures")
     names = captioned.find(root)
     note = folder / MADE_FROM
-    made_from = _digest(root, names)
+    stats = {name: (root / name).stat() for name in names}
+    made_from = json.dumps({name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()})
     toy.make_once(folder, lambda: make(folder, root, names, cfg.model, made_from))
     if not note.is_file() or note.read_text() != made_from:
         raise Refusal(
@@ -44,19 +44,12 @@ def ensure(cfg: Config) -> None:
         )
 
 
-def _digest(root: Path, names: list[str]) -> str:
-    found = [(name, (root / name).stat()) for name in names]
-    lines = "".join(f"{name}\t{stat.st_size}\t{stat.st_mtime_ns}\n" for name, stat in found)
-    return hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
-
-
 def make(folder: Path, root: Path, names: list[str], model: ModelConfig, made_from: str) -> None:
     """Write the set, which appears once it is whole, and say what there is. names: as captioned.find gives them."""
     counts = Counter[str]()
     rejected = []
     pairs: list[np.ndarray] = []  # for codec.png: a picture, then what the codec makes of it
     titles: list[str] = []
-    lost = 0.0  # sum over pictures of the mean difference of a value, in 255ths
     found = chain.from_iterable(part() for part in captioned.parts_of(root, names, "text", 1000))
     with files.whole(folder, is_new=True) as place:
         with ExitStack() as stack:
@@ -72,38 +65,31 @@ def make(folder: Path, root: Path, names: list[str], model: ModelConfig, made_fr
                     continue
                 values = pixels.numpy() / np.float32(127.5) - 1
                 mean = toy.encode(values)
-                kept = toy.decode(mean)
                 number = counts.total()
                 split = "val" if is_held_out(number) else "train"
                 texts = toy.encode_caption(caption, model, ordered=True)
                 meta, members = toy.sample(split, counts[split], mean, caption, texts)
                 shards.add(new[split], meta, members)
                 counts[split] += 1
-                lost += 127.5 * float(abs(kept - values).mean())
                 if number < SHOWN:
-                    pairs += [values, kept]
+                    pairs += [values, toy.decode(mean)]
                     titles += [caption, "as the toy codec keeps it"]
-        _require_enough(root, counts, len(rejected))
+        if counts["val"] < TIMESTEPS:
+            raise Refusal(
+                f"data.pictures={root} gives {counts['train']} pictures to train on and {counts['val']} held out;"
+                f" {len(rejected)} are rejected. One of {EVERY} is held out, and {TIMESTEPS} must be;"
+                f" give {EVERY * TIMESTEPS} good pictures"
+            )
         toy.write_empty(place, toy.encode_caption("", model, ordered=True))
         files.write_whole(place / "rejected.tsv", "picture\treason\n" + "".join(rejected))
         files.write_whole(place / MADE_FROM, made_from)
         sheet.save(pairs, titles, place / "codec.png")
     print(
         f"{folder}: {counts['train']:,} pictures to train on and {counts['val']:,} held out;"
-        f" {len(rejected):,} rejected, see {folder}/rejected.tsv\n"
-        f"the toy codec changes a colour by {lost / counts.total():.1f} of 255 on average; {folder}/codec.png shows it"
+        f" {len(rejected):,} rejected, see {folder}/rejected.tsv; {folder}/codec.png shows what the toy codec keeps"
     )
 
 
 def is_held_out(number: int) -> bool:
     """Whether picture `number` of a folder is of validation. Its place among EVERY walks, as folders may repeat."""
     return number % EVERY == 7 * (number // EVERY) % EVERY
-
-
-def _require_enough(root: Path, counts: Counter[str], rejected: int) -> None:
-    if counts["val"] < TIMESTEPS or not counts["train"]:
-        raise Refusal(
-            f"data.pictures={root} gives {counts['train']} pictures to train on and {counts['val']} held out;"
-            f" {rejected} are rejected. One of {EVERY} is held out, and {TIMESTEPS} must be;"
-            f" give {EVERY * TIMESTEPS} good pictures"
-        )

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw, ImageOps
 from torchvision.utils import make_grid
 
 from flux_ref.errors import printable
-from flux_ref.files import matching, whole
+from flux_ref.files import matching, write_png
 
 # Pixels
 GAP = 6
@@ -25,7 +25,7 @@ def save(pictures: list[np.ndarray], captions: list[str], path: Path) -> None:
     tiles = [_tile(picture, caption) for picture, caption in zip(pictures, captions)]
     sheet = make_grid(tiles, nrow=COLUMNS, padding=GAP, pad_value=255)
     path.parent.mkdir(exist_ok=True)
-    _save(Image.fromarray(sheet.permute(1, 2, 0).numpy()), path)
+    write_png(path, Image.fromarray(sheet.permute(1, 2, 0).numpy()))
 
 
 def strip(folder: Path, rows: int) -> None:
@@ -41,7 +41,7 @@ def strip(folder: Path, rows: int) -> None:
     for row, path in enumerate(paths):
         image.paste(Image.open(path), (STRIP_LEFT, row * step))  # the next row covers all but its first
         pen.text((GAP, row * step + GAP), f"{int(path.stem):,}", "black")
-    _save(image, folder / "strip.png")
+    write_png(folder / "strip.png", image)
 
 
 def _tile(picture: np.ndarray, caption: str) -> torch.Tensor:
@@ -54,8 +54,3 @@ def _tile(picture: np.ndarray, caption: str) -> torch.Tensor:
     text = textwrap.fill(printable(caption), image.width // 6, max_lines=2)
     ImageDraw.Draw(tile).text((4, image.height + 3), text, "black")
     return torch.from_numpy(np.array(tile)).permute(2, 0, 1)
-
-
-def _save(image: Image.Image, path: Path) -> None:
-    with whole(path) as partial:
-        image.save(partial, "PNG")

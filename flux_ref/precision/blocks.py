@@ -19,6 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flux_ref import rng
 from flux_ref.precision import casts
+from flux_ref.precision.casts import Scaled
 from flux_ref.precision.formats import PRODUCTS, Pair, Products, Side
 from flux_ref.precision.fp8 import product_flop
 
@@ -29,7 +30,6 @@ SIDES_OF = {  # a product's sides, and whether a side is turned first
     "grad_input": ((GRADIENT, False), (WEIGHT, True)),
     "grad_weight": ((GRADIENT, True), (INPUT, True)),
 }
-Scaled = tuple[Tensor, Tensor, Tensor | None]  # as casts.scaled returns it
 
 GRID = 2.0**-16  # of numbers for rounding; a word of 64 bits gives four
 ROUNDS = 10

@@ -18,6 +18,7 @@ MANTISSA = 23
 SCALE_NAN = 255  # the code of an E8M0 scale whose block holds a value that is not finite
 # numerics: a larger scale, of a nearly vanished gradient, overflows in some kernels.
 LARGEST_SCALE = 2.0**44
+Scaled = tuple[Tensor, Tensor, Tensor | None]  # see `scaled`
 
 
 def exponent_of(x: Tensor) -> Tensor:
@@ -54,9 +55,7 @@ def blocks(x_MK: Tensor, scaling: Scaling) -> Tensor:
     return x_MK.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 
 
-def scaled(
-    x_MK: Tensor, form: Format, scaling: Scaling, chance: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def scaled(x_MK: Tensor, form: Format, scaling: Scaling, chance: Tensor | None = None) -> Scaled:
     """fp32 -> (values on the format's grid, fp32 of x's shape; scales of blocks, of the tensor).
 
     The scales of blocks are (M / rows, K / columns); that of the tensor is () or None for 1. A value times both scales

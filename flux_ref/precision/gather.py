@@ -78,8 +78,7 @@ def install(net: nn.Module, cfg: Config) -> None:
         shard.fsdp_pre_all_gather = one.fsdp_pre_all_gather  # type: ignore[attr-defined]  # as FSDP2 documents
         shard.fsdp_post_all_gather = one.fsdp_post_all_gather  # type: ignore[attr-defined]
         every.append(one)
-    mesh = cast(DTensor, linears[0].weight).device_mesh
-    group = mesh.get_group(mesh.ndim - 1)
+    group = cast(DTensor, linears[0].weight).device_mesh.get_group("shard")
     # FSDP2's own hook casts and gathers, so this one comes before it.
     net.register_forward_pre_hook(lambda *_: _agree(every, group), prepend=True)
 

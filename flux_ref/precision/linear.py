@@ -71,14 +71,11 @@ class PolicyLinear(nn.Linear):
         if way == "tensor":
             return self._in_fp8(parts, widths)
         joined = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-        out = self._in_blocks(joined) if way == "blocks" else F.linear(joined, self.weight, self.bias)
-        return out.split(widths, dim=-1)
-
-    def _in_blocks(self, joined: Tensor) -> Tensor:
-        draws = self.draws if torch.is_grad_enabled() else None
-        how = How(self.pairs, self.arch, draws, joined.shape[-2])
+        if way == "plain":
+            return F.linear(joined, self.weight, self.bias).split(widths, dim=-1)
+        how = How(self.pairs, self.arch, self.draws if torch.is_grad_enabled() else None, joined.shape[-2])
         out = BlockMatmul.apply(joined.flatten(0, -2), self.weight, self.bias, how)
-        return out.unflatten(0, joined.shape[:-1])
+        return out.unflatten(0, joined.shape[:-1]).split(widths, dim=-1)
 
     def _in_fp8(self, parts: tuple[Tensor, ...], widths: Sequence[int]) -> list[Tensor]:
         gradient, _ = self.pairs["grad_input"]

@@ -41,22 +41,17 @@ class Precision(Arithmetic):
         super().__init__(cfg)
         self.stages = policy.stages(cfg)
         self.switches = {stage.first: stage.preset for stage in self.stages[1:]}
-        self.ways = self._ways()
+        # By the first step of each phase: its stage, and whether delayed sides take remembered scales.
+        self.ways: dict[int, tuple[policy.Stage, bool]] = {}
+        for stage, end in zip(self.stages, [*self.switches, math.inf]):
+            self.ways[stage.first] = (stage, False)
+            filled = stage.first + cfg.precision.dynamic_steps
+            if filled < end and any(map(is_delayed, stage.pairs.values())):
+                self.ways[filled] = (stage, True)
         self.phases = tuple(self.ways)
         self.remembering = policy.layers_with_delayed_scales(cfg)
         self.compiler = {"max_pointwise_cat_inputs": 0}  # transposed codes are written where they belong
         self.chosen = -1
-
-    def _ways(self) -> dict[int, tuple[policy.Stage, bool]]:
-        """By the first step of each phase: its stage, and whether delayed sides take remembered scales."""
-        found = {}
-        ends = [*self.switches, math.inf]
-        for stage, end in zip(self.stages, ends):
-            found[stage.first] = (stage, False)
-            filled = stage.first + self.cfg.precision.dynamic_steps
-            if filled < end and any(map(is_delayed, stage.pairs.values())):
-                found[filled] = (stage, True)
-        return found
 
     def require(self, rows: int) -> None:
         policy.require_rows(self.cfg, rows)

@@ -47,7 +47,8 @@ def allowed() -> list[bool]:
 def test_a_net_on_the_cpu_may_use_every_kernel_again(world):
     """A net on a GPU in the same process may have allowed a kernel only that the CPU lacks."""
     for number, kernel in enumerate(KERNELS):
-        allow_attention(kernel)
+        cfg = config_file.replace(config.Config(), parallel__attention=kernel)
+        allow_attention(cfg, torch.device("cuda", 0))
         assert allowed() == [i == number for i in range(4)]
     sharding.build(config_file.load(MICRO), world, seed=1)
     assert all(allowed())

@@ -24,15 +24,15 @@ def plain(shapes_dir) -> list[list[float]]:
     stored = shards.ShardSet(cfg.data.val, shards.layout(cfg.model))
     stored.open()
     losses = [[] for _ in range(schedule.TIMESTEPS)]
-    for i in range(len(stored)):
-        rows = stored.layout.arrays()
-        timestep = stored.read(i, rows).timestep
-        sample = {name: shards.from_bf16_bits(bits) for name, bits in rows.items()} | {"t": np.float32(timestep / 8)}
+    for i, (meta, rows) in enumerate(stored):
+        sample = {name: shards.from_bf16_bits(bits) for name, bits in rows.items()} | {
+            "t": np.float32(meta.timestep / 8)
+        }
         for name, stream in (("latent_eps", rng.VAL_LATENT), ("noise", rng.VAL_NOISE)):
             sample[name] = rng.normals(0, stream, cfg.model.latent_shape, sample=i, epoch=rank_runs.VAL_SAMPLES)
         batch = {name: torch.as_tensor(value)[None] for name, value in sample.items()}
         with torch.no_grad():
-            losses[timestep].append(float(flow.losses(net, batch, torch.float32)))
+            losses[meta.timestep].append(float(flow.losses(net, batch, torch.float32)))
     return losses
 
 
@@ -80,9 +80,5 @@ def test_rows_of_padding_add_nothing(world, micro):
 
 
 def test_what_has_no_mean_is_a_fault():
-    for sums, words in (
-        ([[2.0] * 6 + [0.0, 2.0]] * 2, "no sample with timestep 6"),
-        ([[2.0] * 8, [1.0] * 7 + [float("nan")]], "not finite after 36 training samples"),
-    ):
-        with pytest.raises(Fault, match=words):
-            summarise(sums, 36)
+    with pytest.raises(Fault, match="not finite after 36 training samples"):
+        summarise([[2.0] * 8, [1.0] * 7 + [float("nan")]], 36)

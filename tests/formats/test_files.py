@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import resource
 import stat
@@ -126,12 +127,15 @@ def test_disks_of_networks_lock_files_and_sync_no_folder(tmp_path, monkeypatch, 
 def test_a_damaged_record_is_refused_unless_it_is_the_half_line_of_a_killed_run(tmp_path):
     path, want = tmp_path / "metrics.jsonl", [{"samples": 8, "loss": 0.5}, {"samples": 16, "loss": 0.25}]
     assert records(path) == []
-    files.write_records(path, want)
+    assert files.cut(path, 8) == [] and not path.exists()
+    before = "".join(json.dumps(record) + "\n" for record in want).encode()
+    path.write_bytes(before)
     assert records(path, samples=8) == want[:1]
-    before = path.read_bytes()
     for line in (b'{"samples": 1, "loss"', b"\xff\xfe", b'{"samples": 1}}'):
         path.write_bytes(before + line)
         assert records(path) == want, line
         path.write_bytes(before + line + b"\n" + before)
         with pytest.raises(Refusal, match=r"metrics\.jsonl has a damaged line; mend it"):
             records(path)
+    path.write_bytes(before)
+    assert files.cut(path, 8) == records(path) == want[:1]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from shard_damage import LAYOUT, opened, samples, write
+from shard_damage import opened, samples, write
 
 from flux_ref.shards import MEMBERS
 
@@ -63,12 +63,7 @@ def prepare(root: Path, *options: str) -> str:
 
 
 def by_us(root: Path, split: str) -> dict[str, dict[str, np.ndarray]]:
-    stored = opened(root / split)
-    found = {}
-    for index in range(len(stored)):
-        arrays = LAYOUT.arrays()
-        found[stored.read(index, arrays).key] = arrays
-    return found
+    return {meta.key: arrays for meta, arrays in opened(root / split)}
 
 
 @pytest.mark.parametrize("split", COUNTS)

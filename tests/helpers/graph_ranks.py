@@ -55,7 +55,8 @@ def history(cfg: Config, world: World) -> dict:
     results, validations, pictures = [], [], []
     with contextlib.closing(train_set.feed(0)) as feed:
         for _ in range(STEPS):
-            results.append(torch.stack(steps.train_on(feed)))
+            steps.train_on(feed)
+            results.append(torch.stack((steps.loss, steps.grad_norm)))
             if state.step % EVALUATE_EVERY:
                 continue
             validations.append(validation_loss(steps, val_set, state.samples).val_loss_per_timestep)

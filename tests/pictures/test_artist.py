@@ -1,9 +1,9 @@
 """Pictures from captions: Euler's steps with guidance, which captions, the sheet, and a training with pictures."""
 
 import signal
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from PIL import Image
 from run_files import contents, require_equal_runs, saved_steps
 from torch import Tensor, nn
 
-from flux_ref import config_file, latents, ranks, rng
+from flux_ref import config_file, latents, ranks, rng, shards
 from flux_ref.alive import Alive
 from flux_ref.errors import Interrupted
 from flux_ref.pictures import encoders, sheet
@@ -63,18 +63,16 @@ def test_steps_are_eulers_from_noise_with_guidance_away_from_the_empty_caption(a
 
 
 def test_few_samples_are_looked_at_for_captions(artist_of):
-    looked = []
+    looked, arrays = [], dict.fromkeys(("t5", "clip"), np.zeros(1, np.uint16))
 
-    class Samples(list):
-        layout = SimpleNamespace(arrays=lambda: dict.fromkeys(("t5", "clip"), np.zeros(1, np.uint16)))
-
-        def read(self, sample: int, rows: dict) -> SimpleNamespace:
-            looked.append(sample)
-            return SimpleNamespace(caption=f"caption {min(sample // 5, 1)}", key="")
+    def samples() -> Iterator[shards.Sample]:
+        for number in range(1000):
+            looked.append(number)
+            yield shards.Meta("", caption=f"caption {min(number // 5, 1)}"), arrays
 
     for count, want in ((2, 6), (8, 8 * LOOKED_AT)):
         artist = artist_of(f"--sample.count={count}", "--sample.guidance=1")
-        artist.take_stored(Samples(range(1000)))
+        artist.take_stored(samples())
         assert artist.captions == ["caption 0", "caption 1"] and looked == [*range(want)]
         looked.clear()
 

@@ -42,13 +42,10 @@ def refused(args: list[str], capsys, code: int = 2) -> str:
 
 def stored(folder: Path) -> list[tuple[shards.Meta, dict[str, torch.Tensor]]]:
     """What a set of shards holds."""
-    found = opened(folder)
-    samples = []
-    for i in range(len(found)):
-        rows = LAYOUT.arrays()
-        meta = found.read(i, rows)
-        samples.append((meta, {name: torch.from_numpy(shards.from_bf16_bits(bits)) for name, bits in rows.items()}))
-    return samples
+    return [
+        (meta, {name: torch.from_numpy(shards.from_bf16_bits(bits)) for name, bits in rows.items()})
+        for meta, rows in opened(folder)
+    ]
 
 
 CAPTIONS = ["a red cat", "the grass " * 60, "l'été 猫", *(f"a {colour} dog" for colour in ("red", "green", "blue"))]

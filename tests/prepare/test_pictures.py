@@ -290,9 +290,9 @@ def test_lists_that_say_nothing_are_refused(tmp_path):
     cases = (  # files, words of the refusal
         ({"metadata.jsonl": "{}", "metadata.csv": ""}, "has metadata.csv and metadata.jsonl; keep"),
         ({"train/metadata.csv": "", "test/metadata.csv": ""}, "has test/metadata.csv and train/metadata.csv; keep"),
-        ({"metadata.jsonl": pretty}, "metadata.jsonl has no row; give each picture a line of its own"),
+        ({"metadata.jsonl": pretty}, "its columns: none; give each picture a line of its own"),
         ({"metadata.csv": 'file_name,text\na.png,"x\nb.png,y\n'}, "unexpected end"),
-        ({"metadata.csv": "file_name;text\na.png;x\n"}, "only 'file_name;text'; add it or give --caption-c"),
+        ({"metadata.csv": "file_name;text\na.png;x\n"}, "its columns: 'file_name;text'; give each"),
         ({"metadata.jsonl": "\udc80"}, "save it as UTF-8"),
     )
     for number, (files, words) in enumerate(cases):

@@ -10,9 +10,12 @@ from pathlib import Path
 from conftest import own_settings
 
 from flux_ref import config, ranks
-from flux_ref.environment import choose_compiler_folder, commit
+from flux_ref.report import commit
+from flux_ref.sharding import choose_compiler_folder
 
 ME = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
+
+COMPILED = config.Config(parallel=config.ParallelConfig(compile=True))
 
 
 def test_the_commit_is_told_without_writing_to_the_repository(tmp_path):
@@ -43,7 +46,7 @@ def test_a_start_has_a_compiler_folder_of_its_own_which_ends_with_it(tmp_path: P
             monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
             monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given)
             with ExitStack() as stack:
-                choose_compiler_folder(config.Config(), world, stack)
+                choose_compiler_folder(COMPILED, world, stack)
                 (own,) = tmp_path.iterdir()
                 assert (stat.S_IMODE(own.stat().st_mode), own.stat().st_uid) == (0o700, os.geteuid())
                 assert os.environ["TMPDIR"] == tempfile.gettempdir() == str(own)

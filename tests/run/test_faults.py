@@ -17,10 +17,9 @@ import pytest
 from conftest import called, micro_run
 from run_files import column, event, events, require_equal_runs, saved_steps
 
-from flux_ref import files, loss_chart
+from flux_ref import files
 from flux_ref import report as report_module
 from flux_ref.alive import Alive
-from flux_ref.pictures import sheet
 
 SHORT = (  # 6 steps, evaluations after 3 and 6, a checkpoint after every second
     *("--train.max_samples=72", "--eval.every_samples=36", "--checkpoint.every_samples=24", "--checkpoint.keep=99"),
@@ -93,8 +92,8 @@ def test_a_file_that_counts_and_cannot_be_written_ends_the_run_which_goes_on_lat
 
 
 def test_a_picture_that_cannot_be_written_ends_no_run(trains, calm, tmp_path, monkeypatch):
-    for module, name in ((loss_chart, "loss.png"), (sheet, "000000072.png")):
-        monkeypatch.setattr(module, "whole", refuse(name, files.whole, after=0, times=9))
+    for name in ("loss.png", "000000072.png"):
+        monkeypatch.setattr(files, "whole", refuse(name, files.whole, after=0, times=9))
     code, out, _ = trains(tmp_path / "run")
     assert code == 0 and out.count("loss.png NOT drawn: [Errno 28] No space left on device") == 3
     assert out.count("000000072.png NOT drawn: [Errno 28]") == 1

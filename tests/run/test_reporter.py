@@ -14,8 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from flux_ref import config_file
 from flux_ref.alive import Alive
 from flux_ref.errors import Fault, Refusal
-from flux_ref.progress_bar import duration, forecast
-from flux_ref.report import Reporter, require_finite
+from flux_ref.report import Reporter, duration, forecast, require_finite
 from flux_ref.step import NEVER
 
 
@@ -52,7 +51,9 @@ def test_how_long_a_run_takes_is_told_in_words(micro):
         ({"eval__every_samples": 12, "train__max_samples": 50}, " 4 steps of 18.00 s and 5 evaluations of"),
         ({"data__val": ""}, " 4 steps of 18.00 s and 0 evaluations of"),
     ):
-        assert want in forecast(config_file.replace(micro, **values), ranks=2, samples=12, val_count=45, warm_s=26.0)
+        assert want in forecast(
+            config_file.replace(micro, **values), world_size=2, samples=12, val_count=45, warm_s=26.0
+        )
 
 
 def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_dir, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from flux_ref.benchmark.closed import TRAIN_SAMPLES
 from flux_ref.config import EvalConfig
 from flux_ref.errors import Options, Refusal, between
 from flux_ref.precision import policy
-from flux_ref.progress_bar import duration
+from flux_ref.report import duration
 from tools.plan import hardware, plan
 from tools.plan.memory import checkpoint_bytes
 from tools.plan.plan import GB, Plan

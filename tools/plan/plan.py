@@ -10,9 +10,9 @@ from flux_ref.arithmetic import arithmetic_of
 from flux_ref.benchmark import closed
 from flux_ref.benchmark.closed import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import Config
+from flux_ref.errors import progress
 from flux_ref.precision import policy
 from flux_ref.precision.policy import MULTIPLE
-from flux_ref.progress_bar import progress
 from tools.plan import footprint, memory, step_time
 from tools.plan.footprint import Footprint
 from tools.plan.memory import Instant

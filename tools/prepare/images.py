@@ -31,11 +31,10 @@ from tqdm import tqdm
 from flux_ref import files, ranks, shards
 from flux_ref.arithmetic import DTYPES
 from flux_ref.config import ModelConfig, ParallelConfig
-from flux_ref.errors import Refusal, between, one_line
+from flux_ref.errors import Refusal, between, one_line, progress
 from flux_ref.pictures import captioned
 from flux_ref.pictures.captioned import Part, Picture, Rejected
 from flux_ref.pictures.encoders import Encoders
-from flux_ref.progress_bar import progress
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import job
 
@@ -161,10 +160,8 @@ def _stored(folder: Path, split: str, layout: shards.Layout) -> shards.ShardSet:
 def _in_turns(val: shards.ShardSet) -> Iterator[tuple[shards.Meta, shards.Arrays]]:
     """The samples of validation, each with its timestep."""
     val.open()
-    for index in range(len(val)):
-        arrays = val.layout.arrays()
-        caption = val.read(index, arrays).caption
-        yield shards.Meta(shards.key_of("val", index), index % TIMESTEPS, caption), arrays
+    for index, (meta, arrays) in enumerate(val):
+        yield shards.Meta(shards.key_of("val", index), index % TIMESTEPS, meta.caption), arrays
 
 
 def _made_from(args: argparse.Namespace, model: ModelConfig, listed: list[str]) -> dict:

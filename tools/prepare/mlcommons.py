@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from flux_ref import shards
-from flux_ref.errors import Refusal, one_line
+from flux_ref.errors import Refusal, one_line, progress
 from flux_ref.files import matching
-from flux_ref.progress_bar import progress
 from flux_ref.schedule import TIMESTEPS
 from flux_ref.shards import Layout, Meta
 from tools.prepare import job

@@ -1,4 +1,4 @@
-"""The toy data set of captioned drawings, as data.kind=shapes makes it on first use."""
+"""The toy data set of captioned drawings, as data.kind=toy makes it on first use."""
 
 import argparse
 from pathlib import Path
@@ -15,8 +15,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal."""
     cfg = config_file.load(args.config)
-    train = cfg.data.train_count
-    val = cfg.data.val_count
-    make_shapes(args.out, cfg.model, train, val)
-    print(f"{args.out}: {train} training and {val} validation samples")
+    make_shapes(args.out, cfg)
+    print(f"{args.out}: {cfg.data.train_count} training and {cfg.data.val_count} validation samples")
     return 0

@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from flux_ref import shards
-from flux_ref.errors import Refusal, printable
-from flux_ref.progress_bar import progress
+from flux_ref.errors import Refusal, printable, progress
 from flux_ref.schedule import TIMESTEPS
 from flux_ref.shards import MEMBERS, BadSample, Layout, Meta, Shard
 from tools.prepare import job
