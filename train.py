@@ -15,13 +15,13 @@ import sys
 import time
 from pathlib import Path
 
-from flux_ref import config_file, errors
+from flux_ref import config_file
 
 DEFAULT = "configs/tiny.toml"
-if __name__ == "__main__" and not {"-h", "--help"} & {*sys.argv}:  # the imports below load torch, for seconds
-    errors.notice(f"flux_ref trains {config_file.config_and_overrides(sys.argv[1:], DEFAULT)[0]}")
+if __name__ == "__main__":
+    config_file.announce(sys.argv[1:], DEFAULT)  # before the imports below, which load torch: seconds on a slow disk
 
-from flux_ref import checkpoint, config, folder, graphs, ranks, schedule, sharding, shards, toy, weights
+from flux_ref import checkpoint, config, errors, folder, graphs, ranks, schedule, sharding, shards, toy, weights
 from flux_ref.alive import Alive
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.benchmark import closed, convergence
