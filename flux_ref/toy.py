@@ -151,19 +151,21 @@ def decode(mean: np.ndarray) -> np.ndarray:
     return (LUMA.T @ planes).reshape(3, rows * 8, columns * 8).clip(-1, 1).astype(np.float32)
 
 
-def encode_caption(caption: str, model: ModelConfig, ordered: bool = False) -> dict[str, np.ndarray]:
+def encode_caption(caption: str, model: ModelConfig, own: bool = False) -> dict[str, np.ndarray]:
     """Encode a caption as T5's states and CLIP's pooled vector: {"t5": (T, E), "clip": (V,)}, float32.
 
-    Each state is one word's vector; the empty word pads the caption to model.text_tokens. ordered: a state also tells
-    the word's place, as T5's do. FLUX.1 itself sees no order of words. Captions of drawings need none.
+    Each state is one word's vector; the empty word pads the caption to model.text_tokens. own: a caption of own
+    pictures. Then a word's vector tells its letters, too, and a state the word's place, as T5's do. FLUX.1 itself sees
+    no order of words. Captions of drawings need neither.
     """
     tokens = model.text_tokens
+    vector = _spelled_vector if own else _word_vector
     padded = (words(caption) + [""] * tokens)[:tokens]
-    states = np.stack([_word_vector(word, model.t5_dim) for word in padded])
-    if ordered:
+    states = np.stack([vector(word, model.t5_dim) for word in padded])
+    if own:
         states += 0.5 * np.stack([_word_vector(f"place {i}", model.t5_dim) for i in range(tokens)])
-    pooled = np.mean([_word_vector(word, model.clip_dim) for word in padded], axis=0) * np.sqrt(tokens)
-    return {"t5": states, "clip": pooled.astype(np.float32)}
+    pooled = np.mean([vector(word, model.clip_dim) for word in padded], axis=0) * np.sqrt(tokens)
+    return {"t5": states.astype(np.float32), "clip": pooled.astype(np.float32)}
 
 
 def words(caption: str) -> list[str]:
@@ -187,6 +189,17 @@ def unknown_words(prompts: list[str], cfg: Config) -> list[str]:
 @functools.cache
 def _word_vector(word: str, dim: int) -> np.ndarray:
     return rng.normals(0, rng.TOY_TEXT, (dim,), sample=rng.name_key(word), epoch=dim)
+
+
+@functools.cache
+def _spelled_vector(word: str, dim: int) -> np.ndarray:
+    """A word's vector and those of its trigrams, so "cats" is near "cat". Source: fastText (arXiv 1607.04606)."""
+    whole = _word_vector(word, dim)
+    if not word:
+        return whole
+    letters = f"<{word}>"
+    trigrams = [_word_vector(f"letters {letters[i : i + 3]}", dim) for i in range(len(word))]
+    return (whole + sum(trigrams) / np.sqrt(len(word))) / np.sqrt(2)
 
 
 def make_shapes(folder: Path, cfg: Config) -> None:

@@ -68,7 +68,7 @@ class Artist:
         self.captions = prompts
         if self.cfg.data.kind == "toy":
             for text in (*prompts, ""):
-                values = toy.encode_caption(text, model, ordered=bool(self.cfg.data.pictures)).values()
+                values = toy.encode_caption(text, model, own=bool(self.cfg.data.pictures)).values()
                 self.encoded.append([torch.from_numpy(part).bfloat16() for part in values])
         else:
             nets = encoders.Encoders(home, model, self.world.device, torch.float32, sees=False)

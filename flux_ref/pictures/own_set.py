@@ -67,7 +67,7 @@ def make(folder: Path, root: Path, names: list[str], model: ModelConfig, made_fr
                 mean = toy.encode(values)
                 number = counts.total()
                 split = "val" if is_held_out(number) else "train"
-                texts = toy.encode_caption(caption, model, ordered=True)
+                texts = toy.encode_caption(caption, model, own=True)
                 meta, members = toy.sample(split, counts[split], mean, caption, texts)
                 shards.add(new[split], meta, members)
                 counts[split] += 1
@@ -80,7 +80,7 @@ def make(folder: Path, root: Path, names: list[str], model: ModelConfig, made_fr
                 f" {len(rejected)} are rejected. One of {EVERY} is held out, and {TIMESTEPS} must be;"
                 f" give {EVERY * TIMESTEPS} good pictures"
             )
-        toy.write_empty(place, toy.encode_caption("", model, ordered=True))
+        toy.write_empty(place, toy.encode_caption("", model, own=True))
         files.write_whole(place / "rejected.tsv", "picture\treason\n" + "".join(rejected))
         files.write_whole(place / MADE_FROM, made_from)
         sheet.save(pairs, titles, place / "codec.png")

@@ -121,3 +121,18 @@ def test_caption_encodings_are_the_same_in_every_process():
     states, pooled = zip(*(toy.encode_caption(word, one).values() for word in WORDS))
     assert len(np.unique(states, axis=0)) == len(np.unique(pooled, axis=0)) == len(WORDS)
     assert abs(np.mean(states)) < 0.1 and np.std(states) == pytest.approx(1, abs=0.1)
+
+
+def test_words_of_own_captions_that_share_letters_are_near():
+    """The cosine of two words of n and m letters that share s trigrams is s / sqrt(n m) / 2: all parts are random."""
+    wide = ModelConfig(text_tokens=1, t5_dim=4, clip_dim=8192)
+    for one, other, own, cosine in (
+        ("diamond", "diamonds", True, 6 / math.sqrt(7 * 8) / 2),
+        ("flower", "sunflower", True, 5 / math.sqrt(6 * 9) / 2),
+        ("ring", "cross", True, 0),
+        ("a", "", True, 0),
+        ("diamond", "diamonds", False, 0),
+    ):
+        first, second = (toy.encode_caption(word, wide, own)["clip"] for word in (one, other))
+        assert np.std(first) == pytest.approx(1, abs=0.05), one
+        assert np.corrcoef(first, second)[0, 1] == pytest.approx(cosine, abs=0.05), (one, other)

@@ -71,7 +71,7 @@ def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
     assert Counter(meta.caption for meta, _ in train + val) == Counter([*good])
     for meta, members in (*train[:3], *val[:3]):
         picture = np.asarray(Image.open(pictures / good[meta.caption]), np.float32).transpose(2, 0, 1) / 127.5 - 1
-        wanted = toy.encode_caption(meta.caption, MODEL, ordered=True) | {"mean": toy.encode(picture)}
+        wanted = toy.encode_caption(meta.caption, MODEL, own=True) | {"mean": toy.encode(picture)}
         assert all((members[name] == shards.to_bf16_bits(values)).all() for name, values in wanted.items())
     shown = capsys.readouterr().out
     assert f"{len(train)} pictures to train on and {len(val)} held out; 5 rejected" in shown
