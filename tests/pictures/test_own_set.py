@@ -75,7 +75,7 @@ def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
         assert all((members[name] == shards.to_bf16_bits(values)).all() for name, values in wanted.items())
     shown = capsys.readouterr().out
     assert f"{len(train)} pictures to train on and {len(val)} held out; 5 rejected" in shown
-    assert (tmp_path / "set" / "codec.png").is_file()
+    assert "toy codec changes a colour by" in shown and (tmp_path / "set" / "codec.png").is_file()
 
 
 def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path):
