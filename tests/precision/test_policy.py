@@ -15,6 +15,7 @@ from flux_ref.precision.formats import PRODUCTS, format_pair, way
 
 TINY = config_file.replace(
     config_file.load(ROOT / "configs/tiny.toml"),
+    model__single_blocks=2,
     parallel__dtype="bf16",
     train__global_batch=60,
     train__max_samples=60_000,
