@@ -21,15 +21,8 @@ def draws(cfg: Config) -> Values:
     values: Values = {}
     for number in range(5):
         name = f"draws.words.{number}"
-        about = places.inputs_of(name)
-        values[name] = rng.words(
-            about["seed"],
-            about["stream"],
-            about["count"],
-            sample=about["sample"],
-            epoch=about["epoch"],
-            start=about["first"],
-        )
+        about = dict(places.inputs_of(name))
+        values[name] = rng.words(start=about.pop("first"), **about)
     values["draws.uniform"] = rng.uniform(values["draws.words.1"])
     values["draws.normal"] = rng.normal(values["draws.words.1"]).astype(np.float32)
     values["draws.name_key"] = np.array(rng.name_key("img_in.weight"), np.uint64)

@@ -164,8 +164,7 @@ def validation(cfg: Config, world: World, given: Values) -> Recorded:
     with closing(val_set.feed(0)) as feed:
         for _ in range(val_set.batches):
             data.copy_next(feed, batch)
-            found = dict(batch)
-            found["losses"] = losses_of(cfg, weights, batch)
+            found = batch | {"losses": losses_of(cfg, weights, batch)}
             is_sample = batch["timestep"] >= 0
             for name, kept in rows.items():
                 kept.append(found[name][is_sample])
