@@ -45,8 +45,7 @@ def paired(a: list[float], b: list[float]) -> Row:
 
 def curve(run: Path) -> dict[int, float]:
     """Validation loss by samples. Raises: Refusal."""
-    found = records(run / "eval.jsonl")
-    return {int(record["samples"]): record["val_loss"] for record in found}
+    return {record["samples"]: record["val_loss"] for record in records(run / "eval.jsonl")}
 
 
 def by_seed(runs: list[Path]) -> dict[int, Path]:

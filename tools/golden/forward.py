@@ -1,4 +1,4 @@
-"""The golden values of one forward and backward pass, read by hooks on the modules of a plain net and on its attention."""
+"""The golden values of one forward and backward pass, read by hooks on a plain net and by a stand-in for attention."""
 
 from functools import partial
 from typing import Any

@@ -160,16 +160,14 @@ def validation(cfg: Config, world: World, given: Values) -> Recorded:
     val_set.open()
     batch = data.allocate(cfg.model, cfg.eval.batch)
     weights = given_tensors(given, "weights.")
-    rows: dict[str, list[Tensor]] = {"t": [], "latent_eps": [], "noise": [], "losses": []}
+    parts: list[Tensors] = []
     with closing(val_set.feed(0)) as feed:
         for _ in range(val_set.batches):
             data.copy_next(feed, batch)
             found = batch | {"losses": losses_of(cfg, weights, batch)}
             is_sample = batch["timestep"] >= 0
-            for name, kept in rows.items():
-                kept.append(found[name][is_sample])
-
-    values = {name: torch.cat(kept) for name, kept in rows.items()}
+            parts.append({name: found[name][is_sample] for name in ("t", "latent_eps", "noise", "losses")})
+    values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     runner = step_runner.StepRunner(start(cfg, world, given), cfg, world)
     result = evaluate.validation_loss(runner, val_set, samples=0)

@@ -205,7 +205,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="fp32",
         help="of the text encoders; in fp32 T5-XXL takes 19 GB on each rank (%(default)s)",
     )
-    add("--batch", type=job.number, default=32, metavar="N", help="pictures encoded at a time (%(default)s)")
+    add("--batch", type=between(1, 10**9), default=32, metavar="N", help="pictures encoded at a time (%(default)s)")
     add("--config", metavar="FILE", help="use the sizes of this config's model (FLUX.1-schnell's)")
 
 
