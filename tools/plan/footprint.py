@@ -96,8 +96,7 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
         for kind, lengths in communication.region_lengths(cfg).items():
             for length in set(lengths):
                 net = _net(cfg, arch, length)
-                parallel = dataclasses.replace(cfg.parallel, region_blocks=length)
-                (region,) = sharding.regions(getattr(net, f"{kind}_blocks"), parallel)
+                region = sharding.Region([*getattr(net, f"{kind}_blocks")], cfg.parallel.recompute)
                 sizes = [*((rows, n, model.hidden) for n in tokens[kind]), (rows, model.hidden)]  # streams and vec
                 inputs = [torch.zeros(size, dtype=dtype, requires_grad=True) for size in sizes]
                 footprints[f"{kind} {length}"] = _footprint(region, (*inputs, net.rope), cfg, cfg.parallel.compile)
