@@ -10,8 +10,10 @@ Exit codes: 0 done, 2 refused.
 
 import sys
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import NamedTuple
+
+import numpy as np
 
 from flux_ref import config, config_file, errors
 from flux_ref.errors import Options, Refusal
@@ -35,9 +37,9 @@ def paired(a: list[float], b: list[float]) -> Row:
     import scipy.special
 
     n = len(a)
-    each = [own - other for own, other in zip(b, a, strict=True)]
-    diff = fmean(each)
-    stderr = stdev(each) / n**0.5
+    each = np.subtract(b, a)
+    diff = each.mean()
+    stderr = each.std(ddof=1) / n**0.5
     t = abs(diff) / (stderr or 1e-300)
     p = 2 * float(scipy.special.stdtr(n - 1, -t))  # both tails of Student's distribution
     return Row(fmean(a), fmean(b), diff, stderr, p)
@@ -45,8 +47,7 @@ def paired(a: list[float], b: list[float]) -> Row:
 
 def curve(run: Path) -> dict[int, float]:
     """Validation loss by samples. Raises: Refusal."""
-    found = records(run / "eval.jsonl")
-    return {int(record["samples"]): record["val_loss"] for record in found}
+    return {record["samples"]: record["val_loss"] for record in records(run / "eval.jsonl")}
 
 
 def by_seed(runs: list[Path]) -> dict[int, Path]:

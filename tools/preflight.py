@@ -67,13 +67,13 @@ def rounds(size: int, per_node: int) -> list[tuple[str, list[list[int]]]]:
     product, inside, with_neighbour = KINDS
     nodes = [[*range(first, first + per_node)] for first in range(0, size, per_node)]
     pairs = [one + other for one, other in pairwise(nodes)]
-    found = [(product, [[*range(size)]])]
-    if per_node > 1:
-        found.append((inside, nodes))
-    for first in (0, 1):
-        if pairs[first::2]:
-            found.append((with_neighbour, pairs[first::2]))
-    return found
+    found = [
+        (product, [[*range(size)]]),
+        (inside, nodes if per_node > 1 else []),
+        (with_neighbour, pairs[::2]),
+        (with_neighbour, pairs[1::2]),
+    ]
+    return [(what, groups) for what, groups in found if groups]
 
 
 def limited(measure: Callable[[], float], device: torch.device, wait_s: float) -> float:
@@ -98,10 +98,10 @@ def judge(names: list[str], what: str, speeds: list[float], slow: float) -> tupl
     names, speeds: of the nodes of all ranks; a speed below 0 was not measured. slow: a share of the median speed.
     """
     _, unit, remedy = KINDS[what]
-    known = {rank: speed for rank, speed in enumerate(speeds) if speed >= 0}
-    median = statistics.median_high(known.values())
-    bad = {names[rank]: speed for rank, speed in known.items() if speed <= slow * median}
-    lines = [f"{what}: the median {median:.3g} {unit}, the lowest {min(known.values()):.3g}"]
+    measured = [speed for speed in speeds if speed >= 0]
+    median = statistics.median_high(measured)
+    bad = {name: speed for name, speed in zip(names, speeds) if 0 <= speed <= slow * median}
+    lines = [f"{what}: the median {median:.3g} {unit}, the lowest {min(measured):.3g}"]
     for name, speed in bad.items():
         lines.append(f"preflight: {name}: {what} {speed:.3g} {unit}, the median {median:.3g}; {remedy}")
     return lines, {*bad}
@@ -123,8 +123,7 @@ def survey(world: ranks.World, wait_s: float, mark: Callable[[str], None]) -> di
             if isinstance(group, dist.ProcessGroup):  # other ranks get a number
                 speed = limited(partial(measure, world.device, group), world.device, wait_s)
         speeds = ranks.gather_objects(speed, host)
-        best = found.get(what, speeds)
-        found[what] = [max(pair) for pair in zip(speeds, best)]
+        found[what] = [*map(max, speeds, found.get(what, speeds))]
         if 0.0 in speeds:
             break
     return found

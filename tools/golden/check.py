@@ -61,15 +61,15 @@ def is_off(yours: np.ndarray, want: np.ndarray, atol: float, rtol: float) -> np.
 
 def measured(value: Value, want: np.ndarray, yours: np.ndarray, wrong: np.ndarray) -> Difference:
     """How far two arrays of one shape differ where they are wrong."""
-    size = np.abs(want.astype(np.float64))
-    off = np.abs(yours.astype(np.float64) - want.astype(np.float64))
-    ratio = np.nan_to_num(off / (value.atol + value.rtol * size), nan=np.inf, posinf=np.inf)
-    ratio = np.where(wrong, ratio, -1.0)
     words = f"{wrong.sum()} of {wrong.size} elements"
+    worst = wrong  # of an exact value: the first one
     if value.atol or value.rtol:
-        rms = np.sqrt(np.square(off).mean() / np.square(size).mean())
-        words += f", up to {ratio.max():.3g} x tolerance, rms {rms:.2g}"
-    place = tuple(map(int, np.unravel_index(ratio.argmax(), ratio.shape)))
+        off = np.abs(yours - want)
+        ratio = np.nan_to_num(off / (value.atol + value.rtol * np.abs(want)), nan=np.inf, posinf=np.inf)
+        worst = np.where(wrong, ratio, 0.0)
+        rms = np.sqrt(np.square(off).mean() / np.square(want).mean())
+        words += f", up to {worst.max():.3g} x tolerance, rms {rms:.2g}"
+    place = tuple(map(int, np.unravel_index(worst.argmax(), worst.shape)))
     return Difference(value, words, f"worst at {list(place)}: yours {yours[place]}, golden {want[place]}")
 
 

@@ -1,13 +1,15 @@
 """The golden values that need no data: words, draws, orders, rates, initial weights and rotations, at full size too."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
 
 from flux_ref import model, rng, schedule
 from flux_ref.benchmark.closed import TRAIN_SAMPLES
-from flux_ref.config import Config, OptimConfig
+from flux_ref.config import Config, OptimConfig, TrainConfig
 from tools.golden import places
 from tools.golden.files import Values
 
@@ -19,15 +21,8 @@ def draws(cfg: Config) -> Values:
     values: Values = {}
     for number in range(5):
         name = f"draws.words.{number}"
-        about = places.inputs_of(name)
-        values[name] = rng.words(
-            about["seed"],
-            about["stream"],
-            about["count"],
-            sample=about["sample"],
-            epoch=about["epoch"],
-            start=about["first"],
-        )
+        about = dict(places.inputs_of(name))
+        values[name] = rng.words(start=about.pop("first"), **about)
     values["draws.uniform"] = rng.uniform(values["draws.words.1"])
     values["draws.normal"] = rng.normal(values["draws.words.1"]).astype(np.float32)
     values["draws.name_key"] = np.array(rng.name_key("img_in.weight"), np.uint64)
@@ -40,7 +35,8 @@ def draws(cfg: Config) -> Values:
     values["draws.order.0"] = rng.order(seed, 0, len(samples))
     values["draws.order.1"] = rng.order(seed, 1, len(samples))
     drawn = [rng.train_draw(cfg.train, epoch, i, shape) for i in samples]
-    values |= drops_and_times("draws", drawn)
+    values["draws.drop"] = np.array([draw.drop_caption for draw in drawn])
+    values["draws.t"] = np.array([draw.t for draw in drawn], np.float32)
     for name in ("draws.t.shift", "draws.t.logit_normal", "draws.t.logit_normal_shift"):
         about = places.inputs_of(name)
         train = replace(
@@ -70,24 +66,21 @@ def draws(cfg: Config) -> Values:
 
 def full_draws(given: Values) -> Values:
     """Samples, drops and times of the benchmark's training set: a first batch, and where epochs begin."""
-    orders = [rng.order(FULL_SEED, epoch, TRAIN_SAMPLES) for epoch in range(3)]
-    samples = []
-    drawn = []
-    for position in given["full.positions"].tolist():
-        epoch, i = divmod(position, TRAIN_SAMPLES)
-        sample = int(orders[epoch][i])
-        draw = rng.train_draw(replace(Config().train, seed=FULL_SEED), epoch, sample, (2,))
-        samples.append(sample)
-        drawn.append(draw)
-    return {"full.sample": np.array(samples)} | drops_and_times("full", drawn)
+    train = replace(Config().train, seed=FULL_SEED)
+    rows = drawn_at(given["full.positions"].tolist(), TRAIN_SAMPLES, train)
+    return {f"full.{name}": rows[name] for name in ("sample", "drop", "t")}
 
 
-def drops_and_times(place: str, drawn: list[rng.Draw]) -> Values:
-    """Which captions are dropped, and t."""
-    return {
-        f"{place}.drop": np.array([draw.drop_caption for draw in drawn]),
-        f"{place}.t": np.array([draw.t for draw in drawn], np.float32),
-    }
+def drawn_at(positions: Iterable[int], count: int, train: TrainConfig) -> Values:
+    """Epoch, sample, whether its caption is dropped, and t, at positions of a run on so many samples."""
+    order = cache(rng.order)
+    rows = []
+    for position in positions:
+        epoch, i = divmod(position, count)
+        sample = int(order(train.seed, epoch, count)[i])
+        draw = rng.train_draw(train, epoch, sample, (2,))
+        rows.append((epoch, sample, draw.drop_caption, np.float32(draw.t)))
+    return {name: np.array(column) for name, column in zip(("epoch", "sample", "drop", "t"), zip(*rows))}
 
 
 def full_net() -> Values:

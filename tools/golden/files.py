@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +48,7 @@ class Value:
     atol: float
     rtol: float
     why: str  # the reason of the tolerance
-    inputs: dict = field(default_factory=dict)  # what it is computed from, beside other values
+    inputs: dict  # what it is computed from, beside other values
 
 
 class Golden:

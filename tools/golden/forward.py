@@ -1,7 +1,8 @@
-"""The golden values of one forward and backward pass, read by hooks on the modules of a plain net."""
+"""The golden values of one forward and backward pass, read by hooks on a plain net and by a stand-in for attention."""
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,13 @@ def gradients(net: nn.Module) -> Tensors:
 def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
     """What one pass over a batch computes, in order, and the gradients of the mean loss. The net keeps the hooks."""
     values: dict[str, Any] = {}
+    calls: list[tuple[Tensor, ...]] = []  # of attention, block by block: operands and result
+    attention = model.attention
+
+    def attend(*operands_BSHK: Tensor) -> Tensor:
+        result_BSD = attention(*operands_BSHK)
+        calls.append((*operands_BSHK, result_BSD))
+        return result_BSD
 
     def note(name: str, module: nn.Module, args: tuple[Tensor, ...], result: Any) -> None:
         is_norm = name.endswith(("query_norm", "key_norm"))  # of queries or keys, (B, S, H, K)
@@ -59,7 +67,8 @@ def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
     for name, module in net.named_modules():
         module.register_forward_hook(partial(note, name))
 
-    losses = flow.losses(net, batch, dtype)
+    with patch.object(model, "attention", attend):
+        losses = flow.losses(net, batch, dtype)
     losses.mean().backward()
     latent = latents.sample(batch["mean"], batch["logvar"], batch["latent_eps"])
     noise = batch["noise"]
@@ -77,38 +86,13 @@ def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
     for i in range(net.cfg.double_blocks):
         values[f"double_blocks.{i}.img"], values[f"double_blocks.{i}.txt"] = values[f"double_blocks.{i}"]
 
-    values |= attention_of_double_block(values, "double_blocks.0", net.cfg)
-    values |= attention_of_single_block(values, "single_blocks.0", net.cfg)
+    for name, call in (("double_blocks.0", calls[0]), ("single_blocks.0", calls[net.cfg.double_blocks])):
+        for part, operand_BSHK in zip("qkv", call):
+            values[f"{name}.attention.{part}"] = operand_BSHK.transpose(1, 2)
+        values[f"{name}.attention"] = call[-1]
 
     grads = gradients(net)
     kept = {name: values[name] for name in places.TABLES["recorded"]["forward"]} | named(
         "grad", {name: grads[name] for name in reversed(WHOLE)}
     )
     return kept | {"grad.norms": norms(grads)}
-
-
-def attention_of_double_block(values: dict[str, Any], name: str, cfg: ModelConfig) -> Tensors:
-    """Both streams are joined, text first."""
-    operands = []
-    for stream in ("txt", "img"):
-        at = f"{name}.{stream}_attn"
-        q_BSHK, k_BSHK = values[f"{at}.norm"]
-        v_BSHK = model.split_heads(values[f"{at}.qkv"][..., 2 * cfg.hidden :], cfg.heads)
-        operands.append((q_BSHK, k_BSHK, v_BSHK, values[f"{at}.proj.input"]))
-    return attention(name, *(torch.cat(pair, dim=1) for pair in zip(*operands)))
-
-
-def attention_of_single_block(values: dict[str, Any], name: str, cfg: ModelConfig) -> Tensors:
-    q_BSHK, k_BSHK = values[f"{name}.norm"]
-    v_BSHK = model.split_heads(values[f"{name}.linear1"][..., 2 * cfg.hidden : 3 * cfg.hidden], cfg.heads)
-    return attention(name, q_BSHK, k_BSHK, v_BSHK, values[f"{name}.linear2.input"][..., : cfg.hidden])
-
-
-def attention(name: str, q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, result_BSD: Tensor) -> Tensors:
-    """The operands of attention, (B, H, S, K) each, and its result."""
-    return {
-        f"{name}.attention.v": v_BSHK.transpose(1, 2),
-        f"{name}.attention.q": q_BSHK.transpose(1, 2),
-        f"{name}.attention.k": k_BSHK.transpose(1, 2),
-        f"{name}.attention": result_BSD,
-    }

@@ -7,15 +7,15 @@ from itertools import count
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import distribute_tensor
 
-from flux_ref import config_file, data, evaluate, flow, optim, rng, schedule, sharding, shards, step, step_runner
+from flux_ref import config_file, data, evaluate, flow, optim, schedule, sharding, shards, step, step_runner
 from flux_ref.config import Config
 from flux_ref.ranks import World
 from flux_ref.sharding import ShardedFlux
 from flux_ref.step import Health
 from flux_ref.step_runner import State
 from tools.golden import places
+from tools.golden.draws import drawn_at
 from tools.golden.files import Values
 from tools.golden.forward import WHOLE, Recorded, Tensors, given_tensors, gradients, named, norms, passed, plain
 
@@ -34,9 +34,8 @@ def start(cfg: Config, world: World, given: Values) -> State:
     weights = given_tensors(given, "weights.")
     with torch.no_grad():
         for name, parameter in sharding.named_parameters(net).items():
-            mesh = parameter.device_mesh
-            whole = weights[name].to(mesh.device_type)
-            parameter.copy_(distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None))
+            first, rows = sharding.local_rows(parameter)
+            rows.copy_(weights[name][first : first + len(rows)])
     return State(net, cfg, world)
 
 
@@ -78,17 +77,8 @@ def batches(cfg: Config, rank: int, size: int, first: int) -> Iterator[tuple[Val
     with closing(train_set.feed(first * train.global_batch)) as feed:
         for number in count(first):
             data.copy_next(feed, batch)
-            rows: dict[str, list] = {"epoch": [], "sample": [], "drop": []}
-            for position in data.rank_slice(cfg, number, rank, size):
-                epoch, i = divmod(position, cfg.data.train_count)
-                sample = int(rng.order(train.seed, epoch, cfg.data.train_count)[i])
-                draw = rng.train_draw(train, epoch, sample, (2,))
-                rows["epoch"].append(epoch)
-                rows["sample"].append(sample)
-                rows["drop"].append(draw.drop_caption)
-            columns = {name: np.array(values) for name, values in rows.items()}
-            columns["t"] = batch["t"].numpy().copy()
-            yield columns, batch
+            rows = drawn_at(data.rank_slice(cfg, number, rank, size), cfg.data.train_count, train)
+            yield rows | {"t": batch["t"].numpy().copy()}, batch
 
 
 def losses_of(cfg: Config, weights: Tensors, batch: data.Batch) -> Tensor:
@@ -170,17 +160,14 @@ def validation(cfg: Config, world: World, given: Values) -> Recorded:
     val_set.open()
     batch = data.allocate(cfg.model, cfg.eval.batch)
     weights = given_tensors(given, "weights.")
-    rows: dict[str, list[Tensor]] = {"t": [], "latent_eps": [], "noise": [], "losses": []}
+    parts: list[Tensors] = []
     with closing(val_set.feed(0)) as feed:
         for _ in range(val_set.batches):
             data.copy_next(feed, batch)
-            found = dict(batch)
-            found["losses"] = losses_of(cfg, weights, batch)
+            found = batch | {"losses": losses_of(cfg, weights, batch)}
             is_sample = batch["timestep"] >= 0
-            for name, kept in rows.items():
-                kept.append(found[name][is_sample])
-
-    values = {name: torch.cat(kept) for name, kept in rows.items()}
+            parts.append({name: found[name][is_sample] for name in ("t", "latent_eps", "noise", "losses")})
+    values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     runner = step_runner.StepRunner(start(cfg, world, given), cfg, world)
     result = evaluate.validation_loss(runner, val_set, samples=0)

@@ -8,6 +8,7 @@ the workspaces of kernels. It has the CPU's operations; a GPU's eager RMSNorm is
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import NamedTuple
@@ -38,11 +39,13 @@ from tools.shared.communication import ROOT, Layout
 
 # What counts the arithmetic of products. Plans are traced on a CPU, whose attention torch cannot count. Its query, key
 # and value come in the same order.
-FORMULAS = dict(flop_registry)
-for suffix in ("", "_backward"):
-    attention = "_scaled_dot_product_flash_attention"
-    on_cpu = getattr(torch.ops.aten, f"{attention}_for_cpu{suffix}")
-    FORMULAS[on_cpu] = flop_registry[getattr(torch.ops.aten, attention + suffix)]
+ATEN = torch.ops.aten
+FORMULAS = flop_registry | {
+    ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[ATEN._scaled_dot_product_flash_attention],
+    ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        ATEN._scaled_dot_product_flash_attention_backward
+    ],
+}
 
 
 class Product(NamedTuple):
@@ -93,8 +96,7 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
         for kind, lengths in communication.region_lengths(cfg).items():
             for length in set(lengths):
                 net = _net(cfg, arch, length)
-                parallel = dataclasses.replace(cfg.parallel, region_blocks=length)
-                (region,) = sharding.regions(getattr(net, f"{kind}_blocks"), parallel)
+                region = sharding.Region([*getattr(net, f"{kind}_blocks")], cfg.parallel.recompute)
                 sizes = [*((rows, n, model.hidden) for n in tokens[kind]), (rows, model.hidden)]  # streams and vec
                 inputs = [torch.zeros(size, dtype=dtype, requires_grad=True) for size in sizes]
                 footprints[f"{kind} {length}"] = _footprint(region, (*inputs, net.rope), cfg, cfg.parallel.compile)
@@ -176,14 +178,9 @@ def _footprint(module: nn.Module, inputs: tuple, cfg: Config, compiled: bool) ->
     forward, backward = (_pass(graph, compiled) for graph in graphs)
     if getattr(module, "recompute", "none") == "none":
         return Footprint(forward, backward)
-    again = Pass(  # forward runs again in backward, which the trace leaves out
-        backward.kept,
-        forward.most + backward.most,
-        forward.moved + backward.moved,
-        forward.products + backward.products,
-        forward.kernels + backward.kernels,
-    )
-    return Footprint(forward._replace(kept=sum(output.nbytes for output in outputs)), again)
+    again = Pass(*map(operator.add, forward, backward))  # forward runs again in backward, which the trace leaves out
+    kept = sum(output.nbytes for output in outputs)
+    return Footprint(forward._replace(kept=kept), again._replace(kept=backward.kept))
 
 
 def _given(linear: PolicyLinear, cfg: Config) -> tuple[Codes | None, Remembered, Remembered]:
@@ -206,7 +203,7 @@ def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
     given = [node for node in nodes if node.op == "placeholder"]
     outputs = [node for node in tree_leaves(graph.output_node().args) if isinstance(node, torch.fx.Node)]
     ends = {node for node in nodes if counted(node) or _adds_rows(node)}
-    real = _real(nodes, given, outputs, ends) if fused else {*nodes}
+    real = _real({*given, *outputs}, ends) if fused else {*nodes}
 
     inputs = _storages(given)
     sizes = dict(inputs)  # of storages, in bytes
@@ -222,12 +219,12 @@ def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
         own = _storages([node])
         read = set().union(*(sources[other] for other in node.all_input_nodes))
         depth = max((depths[other] + (other in ends) for other in node.all_input_nodes), default=0)
-        new = own.keys() - sizes.keys() if node in real else set()
         depths[node] = depth
         is_real = node in real or own.keys() & sizes.keys()  # or a view of what is real
         sources[node] = _extents(node) if is_real else read
         if node not in real:
             continue
+        new = own.keys() - sizes.keys()
         sizes |= own
         first |= dict.fromkeys(new, moment)
         last |= dict.fromkeys({extent.storage for extent in read} | own.keys(), moment)
@@ -246,22 +243,18 @@ def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
     # AOTAutograd calls what backward is given of weights and inputs primals, and gradients tangents.
     lent = _storages(node for node in given if node.name.startswith(("primals", "tangents")))
     last |= dict.fromkeys([*kept, *lent], len(nodes))
-    most = 0
-    for moment in range(len(nodes)):
-        most = max(most, sum(size for key, size in sizes.items() if first[key] <= moment <= last[key]))
+    alive = (sum(sizes[key] for key in sizes if first[key] <= moment <= last[key]) for moment in range(len(nodes)))
     saved = sum(size for key, size in kept.items() if key not in inputs)
-    return Pass(saved, most - sum(inputs.values()), moved, tuple(products), kernels + len(products))
+    return Pass(saved, max(alive) - sum(inputs.values()), moved, tuple(products), kernels + len(products))
 
 
-def _real(
-    nodes: list[torch.fx.Node], given: list[torch.fx.Node], outputs: list[torch.fx.Node], ends: set[torch.fx.Node]
-) -> set[torch.fx.Node]:
-    """The tensors that a compiler stores: inputs, outputs, what products read and write, and sums over rows.
+def _real(borders: set[torch.fx.Node], ends: set[torch.fx.Node]) -> set[torch.fx.Node]:
+    """The tensors that a compiler stores: inputs and outputs (borders), what products read and write, sums over rows.
 
     It fuses what lies between two ends, products or sums over rows. There each tensor is read once, and once more by
     the sums over rows.
     """
-    real = {*outputs, *given, *ends}
+    real = borders | ends
     for node in ends:
         if counted(node) or node.meta["val"].numel() == 1:  # a compiler reduces a whole tensor in two passes
             real.update(node.all_input_nodes)

@@ -82,10 +82,8 @@ def training(
         }
         if 0 < i <= first_kept and layout.shards > 1:
             whole += regions[i - 1].gathered  # the buffer of the gather that runs ahead
-        backward = {
-            "gradients": held + reducing(reduced, done + queue),
+        backward = copies | {
             "gathered weights": whole + unit.gathered * (i < first_kept or not accumulates),
-            "activations": saved,
             "working set": need.backward.most + stream,
         }
 

@@ -102,9 +102,7 @@ def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine
         return 2 * sum(machine.ring(size, layout.replicas, layout.shards, tree=True) for size in sizes)
 
     again = units[: freed(cfg.parallel, len(units) - 1)]  # gathered a second time, for backward, and so on
-    forward_of = {kind: machine.seconds(one.forward) for kind, one in footprints.items()}
-    backward_of = {kind: machine.seconds(one.backward) for kind, one in footprints.items()}
-    evaluated = sum(forward_of[unit.kind] for unit in units)
+    evaluated = sum(machine.seconds(footprints[unit.kind].forward) for unit in units)
     # FSDP2 copies gathered weights to where layers find them, and gradients to where they are reduced.
     first_forward = evaluated + sum(machine.moving(2 * unit.gathered) for unit in units)
     later_forward = evaluated + sum(machine.moving(2 * unit.gathered) for unit in again)
@@ -112,7 +110,7 @@ def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine
     backwards = []
     for i, unit in enumerate(units):
         copied = (item + reduced) * unit.padded + 2 * unit.gathered * (i < len(again))
-        backwards.append(backward_of[unit.kind] + machine.moving(copied))
+        backwards.append(machine.seconds(footprints[unit.kind].backward) + machine.moving(copied))
     backward = sum(backwards)
 
     optimizer = update(cfg, layout, machine)

@@ -56,20 +56,13 @@ class Maker:
 
     def make(self, number: int, part: Part) -> None:
         """Write the shards of a part, then its list of rejected pictures."""
+        rejected: list[str] = []
+        good = self._good(part, rejected)
         count = 0
-        rejected = []
         with ExitStack() as stack:
             written: dict[str, BinaryIO] = {}
-            for batch in self._batches(part):
-                good = []
-                for picture, loaded in batch:
-                    if isinstance(loaded, str):
-                        rejected.append(f"{one_line(picture.name)}\t{loaded}\n")
-                    else:
-                        good.append((picture.name, *loaded))
-                if not good:
-                    continue
-                names, found, captions = zip(*good)
+            while batch := list(islice(good, self.args.batch)):
+                names, found, captions = zip(*batch)
                 members = self.nets.encode(torch.stack(found), captions)
                 for i, name in enumerate(names):
                     split = _split(name, self.args.val_share)
@@ -82,14 +75,19 @@ class Maker:
                     count += 1
         files.write_whole(_done(self.folder, number), "".join(rejected))
 
-    def _batches(self, part: Part) -> Iterator[list[tuple[Picture, Loaded]]]:
-        """The pictures of a part, in order. Threads load some of the next ones meanwhile."""
+    def _good(self, part: Part, rejected: list[str]) -> Iterator[tuple[str, Tensor, str]]:
+        """Name, pixels and caption of the pictures of a part, in order. Threads load some of the next ones meanwhile.
+
+        rejected: gets a row for each picture that cannot be used.
+        """
         found = part()
         while block := list(islice(found, 4 * max(self.args.batch, THREADS))):
-            loaded = zip(block, self.pool.map(self._load, block))
-            while batch := list(islice(loaded, self.args.batch)):
-                yield batch
-                self.bar.update(len(batch))
+            for picture, loaded in zip(block, self.pool.map(self._load, block)):
+                self.bar.update()
+                if isinstance(loaded, str):
+                    rejected.append(f"{one_line(picture.name)}\t{loaded}\n")
+                else:
+                    yield picture.name, *loaded
 
     def _load(self, picture: Picture) -> Loaded:
         try:
@@ -115,7 +113,7 @@ def _done(folder: Path, number: int) -> Path:
 
 def _require_enough(args: argparse.Namespace, parts: list[Part]) -> None:
     """A look at the first pictures, as T5-XXL loads for minutes. Raises: Refusal."""
-    wanted = {"val": TIMESTEPS * (args.val_share > 0), "train": int(args.val_share < 1)}
+    wanted = Counter(val=TIMESTEPS * (args.val_share > 0), train=int(args.val_share < 1))
     count = Counter[str]()
     reasons = Counter[str]()
     for picture in chain.from_iterable(part() for part in parts):
@@ -125,7 +123,7 @@ def _require_enough(args: argparse.Namespace, parts: list[Part]) -> None:
             reasons[str(error)] += 1
         else:
             count[_split(picture.name, args.val_share)] += 1
-        if all(count[split] >= wanted[split] for split in wanted):
+        if count >= wanted:
             return
     found = f"{count['train']} samples of training and {count['val']} of validation"
     want = f"at least {wanted['train']} and {wanted['val']}"
@@ -202,7 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="fp32",
         help="of the text encoders; in fp32 T5-XXL takes 19 GB on each rank (%(default)s)",
     )
-    add("--batch", type=job.number, default=32, metavar="N", help="pictures encoded at a time (%(default)s)")
+    add("--batch", type=between(1, 10**9), default=32, metavar="N", help="pictures encoded at a time (%(default)s)")
     add("--config", metavar="FILE", help="use the sizes of this config's model (FLUX.1-schnell's)")
 
 

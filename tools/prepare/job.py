@@ -11,12 +11,10 @@ from tqdm import tqdm
 
 from flux_ref import config_file, files
 from flux_ref.config import Config
-from flux_ref.errors import Refusal, between
+from flux_ref.errors import Refusal
 
 MADE_FROM = "made_from.json"
 Advance = Callable[[int], None]
-
-number = between(1, 10**9)
 
 
 def config(path: str | None) -> Config:

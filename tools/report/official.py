@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from logging.handlers import BufferingHandler
 from pathlib import Path
+from typing import Any
 
 from mlperf_logging.compliance_checker import mlp_compliance
 from mlperf_logging.package_checker.seed_checker import SeedChecker
@@ -104,12 +105,8 @@ def _convergence(folder: str, ruleset: str, points: io.StringIO | None) -> Conve
     if answer is None:
         return Convergence(False, " ".join(_lines(told, logging.WARNING)))
     passed, message, factor = answer
-    for record in told:
-        if record.msg == " RCP Record: %s" and isinstance(record.args, dict):
-            return Convergence(
-                passed, message, factor, number(record.args["RCP Mean"]), number(record.args["Min Epochs"])
-            )
-    return Convergence(passed, message, factor)
+    point: Any = next((record.args for record in told if record.msg == " RCP Record: %s"), {})
+    return Convergence(passed, message, factor, number(point.get("RCP Mean")), number(point.get("Min Epochs")))
 
 
 def _lines(told: list[logging.LogRecord], least: int) -> list[str]:

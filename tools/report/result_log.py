@@ -4,7 +4,6 @@ The runs in one folder are one system. Our own runs have a folder each: such fol
 their configs differ only in run.* and train.seed.
 """
 
-import hashlib
 import math
 import os
 from contextlib import suppress
@@ -16,8 +15,6 @@ from mlperf_logging.compliance_checker import mlp_parser
 
 from flux_ref.errors import Refusal, printable
 from flux_ref.files import raised, read_bytes, read_text
-
-MOST_BYTES = 2**30  # of a log
 
 
 class Event(NamedTuple):
@@ -61,14 +58,13 @@ def find(arguments: list[Path]) -> list[tuple[str, list[Path]]]:
 
     A log counts once, even if it is named twice or has a copy. Raises: Refusal, OSError.
     """
-    files: dict[bytes, Path] = {}
+    files: dict[bytes, Path] = {}  # by content
     for argument in arguments:
         found = [argument] if argument.is_file() else _below(argument)
         if not found:
             raise Refusal(f"{argument} holds no result_*.txt; give result files or their folders")
         for path in found:
-            content = read_bytes(path, "log", MOST_BYTES)
-            files.setdefault(hashlib.sha256(content).digest(), path.resolve())
+            files.setdefault(read_bytes(path, "log"), path.resolve())
 
     systems: dict[tuple, list[Path]] = {}
     for path in files.values():

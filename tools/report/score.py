@@ -77,11 +77,10 @@ def measure(log: ResultLog, complaints: list[str]) -> Run:
     run = Run(log.name, str(log.path), settings, [])
     if stop and stop.metadata.get("status") != "success":
         status = stop.metadata.get("status")
-        reason = printable(str(stop.metadata.get("reason")))
-        run.faults.append(f"run_stop has status {status!r}: {reason}"[:300])
+        run.faults.append(f"run_stop has status {status!r}: {printable(stop.metadata.get('reason'))}"[:300])
 
     timed = log.events
-    disqualified = dict.fromkeys(printable(str(event.value))[:200] for event in log.all("disqualified"))
+    disqualified = dict.fromkeys(printable(event.value)[:200] for event in log.all("disqualified"))
     if not start or not stop:
         missing = "run_stop" if start else "run_start"
         run.faults.append(f"{missing} is missing: the run was cut off or still goes on")
