@@ -57,9 +57,7 @@ def summarise(sums: list[list[float]], samples: int) -> Validation:
     sums: (2, TIMESTEPS). samples: training samples so far, for the message.
     Raises: Fault for a loss that is not finite.
     """
-    losses = []
-    for count, total in zip(*sums):
-        losses.append(total / count)  # data.ValSet.open has seen a sample of each
+    losses = [total / count for count, total in zip(*sums)]  # data.ValSet.open has seen a sample of each
     # spec: the mean over timesteps, each counted once however many samples it has.
     loss = sum(losses) / len(losses)
     if not math.isfinite(loss):
