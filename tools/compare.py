@@ -64,8 +64,7 @@ def main(argv: list[str]) -> int:
     if a.keys() != b.keys() or len(a) < 2:
         raise Refusal("--a and --b: give each a run of each seed (train.seed), at least two")
 
-    of_a = config.flat(config_file.load(args.a[0] / "config.toml"))
-    of_b = config.flat(config_file.load(args.b[0] / "config.toml"))
+    of_a, of_b = (config.flat(config_file.load(runs[0] / "config.toml")) for runs in (args.a, args.b))
     for key in of_a:
         if of_a[key] != of_b[key] and key not in ("run.dir", "train.seed"):
             print(f"{key} is {of_a[key]!r} in A, {of_b[key]!r} in B")

@@ -188,7 +188,6 @@ def test_which_files_are_a_system(tmp_path, monkeypatch):
         )
         made_logs.ours(folder / "result_0.txt", cfg, (0.5,), (100, 10))
         (folder / "config.toml").write_text(config_file.dump(cfg))
-        (folder / "environment.json").write_text('{"ranks": 2, "device": "cpu"}')
         if name != "other":
             shutil.copy(folder / "result_0.txt", f"runs/result_{seed}.txt")
     systems = dict(result_log.find([Path("."), Path("A"), Path("A/result_9.txt")]))
@@ -200,7 +199,6 @@ def test_which_files_are_a_system(tmp_path, monkeypatch):
     }
     system = score.judge("runs", systems["runs"], MllogConfig.ruleset)
     assert [run.name for run in system.runs] == ["run_0/result_0.txt", "run_1/result_0.txt"]
-    assert (system.devices, system.device) == (2, "cpu")
 
 
 def test_refusals(capsys, tmp_path, results, monkeypatch):

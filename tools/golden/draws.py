@@ -23,20 +23,24 @@ def draws(cfg: Config) -> Values:
         name = f"draws.words.{number}"
         about = dict(places.inputs_of(name))
         values[name] = rng.words(start=about.pop("first"), **about)
-    values["draws.uniform"] = rng.uniform(values["draws.words.1"])
-    values["draws.normal"] = rng.normal(values["draws.words.1"]).astype(np.float32)
-    values["draws.name_key"] = np.array(rng.name_key("img_in.weight"), np.uint64)
+    values |= {
+        "draws.uniform": rng.uniform(values["draws.words.1"]),
+        "draws.normal": rng.normal(values["draws.words.1"]).astype(np.float32),
+        "draws.name_key": np.array(rng.name_key("img_in.weight"), np.uint64),
+    }
 
     seed = cfg.train.seed
     shape = cfg.model.latent_shape
     about = places.inputs_of("draws.t")
     epoch = about["epoch"]
     samples = range(about["count"])
-    values["draws.order.0"] = rng.order(seed, 0, len(samples))
-    values["draws.order.1"] = rng.order(seed, 1, len(samples))
     drawn = [rng.train_draw(cfg.train, epoch, i, shape) for i in samples]
-    values["draws.drop"] = np.array([draw.drop_caption for draw in drawn])
-    values["draws.t"] = np.array([draw.t for draw in drawn], np.float32)
+    values |= {
+        "draws.order.0": rng.order(seed, 0, len(samples)),
+        "draws.order.1": rng.order(seed, 1, len(samples)),
+        "draws.drop": np.array([draw.drop_caption for draw in drawn]),
+        "draws.t": np.array([draw.t for draw in drawn], np.float32),
+    }
     for name in ("draws.t.shift", "draws.t.logit_normal", "draws.t.logit_normal_shift"):
         about = places.inputs_of(name)
         train = replace(
@@ -51,11 +55,13 @@ def draws(cfg: Config) -> Values:
 
     about = places.inputs_of("draws.val_noise")
     sample = about["sample"]
-    values["draws.latent_eps"] = drawn[sample].latent_eps
-    values["draws.noise"] = drawn[sample].noise
-    eps, noise = rng.val_draw(seed, about["evaluation"], sample, shape)
-    values["draws.val_latent_eps"] = eps
-    values["draws.val_noise"] = noise
+    val_eps, val_noise = rng.val_draw(seed, about["evaluation"], sample, shape)
+    values |= {
+        "draws.latent_eps": drawn[sample].latent_eps,
+        "draws.noise": drawn[sample].noise,
+        "draws.val_latent_eps": val_eps,
+        "draws.val_noise": val_noise,
+    }
 
     about = places.inputs_of("schedule.lr")
     optim = OptimConfig(lr=about["peak"], warmup_steps=about["warmup_steps"])

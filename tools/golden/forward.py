@@ -73,16 +73,18 @@ def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
     latent = latents.sample(batch["mean"], batch["logvar"], batch["latent_eps"])
     noise = batch["noise"]
 
-    values["rope"] = net.rope
-    values["latent"] = latent
-    values["x_t"] = flow.interpolate(latent, noise, batch["t"])
-    values["target"] = latents.pack(noise - latent)
-    values["img"] = values["img_in.input"]
-    values["time_waves"] = model.time_waves(batch["t"])
-    values["vec"] = values["double_blocks.0.img_mod.input"]
-    values["prediction"] = values["final_layer.linear"]
-    values["losses"] = losses
-    values["loss"] = losses.mean()
+    values |= {
+        "rope": net.rope,
+        "latent": latent,
+        "x_t": flow.interpolate(latent, noise, batch["t"]),
+        "target": latents.pack(noise - latent),
+        "img": values["img_in.input"],
+        "time_waves": model.time_waves(batch["t"]),
+        "vec": values["double_blocks.0.img_mod.input"],
+        "prediction": values["final_layer.linear"],
+        "losses": losses,
+        "loss": losses.mean(),
+    }
     for i in range(net.cfg.double_blocks):
         values[f"double_blocks.{i}.img"], values[f"double_blocks.{i}.txt"] = values[f"double_blocks.{i}"]
 

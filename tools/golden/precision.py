@@ -12,7 +12,7 @@ from flux_ref.precision.fp8 import cast, magnitudes, scales_of
 from flux_ref.precision.linear import PolicyLinear
 from tools.golden import places
 from tools.golden.files import Values
-from tools.golden.forward import Recorded, Tensors, given_tensors, named, passed, plain
+from tools.golden.forward import Tensors, given_tensors, named, passed, plain
 
 LAYER = "single_blocks.0.linear1"  # as a policy names a linear; any will do
 KEPT = re.compile(
@@ -60,11 +60,11 @@ def operations(cfg: Config, given: Values) -> Tensors:
     return named("bf16.only", results)
 
 
-def fp8_linear(given: Values) -> Recorded:
+def fp8_linear(given: Values) -> Tensors:
     """One linear in FP8, forward and backward; casts of its operands, also to MI300X's formats."""
     fed = given_tensors(given, "fp8.")
     x, weight, grad = (fed[name].bfloat16() for name in ("x", "weight", "grad"))
-    values: Recorded = {}
+    values: Tensors = {}
     for name, operand, dtype in (
         ("x", x, E4M3),
         ("weight", weight, E4M3),
@@ -74,8 +74,8 @@ def fp8_linear(given: Values) -> Recorded:
         ("negative", -x.abs(), E4M3),
     ):
         scale, _ = scales_of(magnitudes(operand), dtype)
-        values[f"fp8.{name}.scale"] = scale
-        values[f"fp8.{name}.bits"] = cast(operand, scale, dtype).view(torch.uint8)
+        values[f"{name}.scale"] = scale
+        values[f"{name}.bits"] = cast(operand, scale, dtype).view(torch.uint8)
 
     linear = nn.Linear(48, 16, dtype=torch.bfloat16)
     linear.weight = nn.Parameter(weight)
@@ -85,11 +85,8 @@ def fp8_linear(given: Values) -> Recorded:
     x.requires_grad_()
     y = in_fp8(x)
     y.backward(grad)
-    values["fp8.y"] = y
-    values["fp8.grad_x"] = x.grad
-    values["fp8.grad_weight"] = in_fp8.weight.grad
-    values["fp8.grad_bias"] = in_fp8.bias.grad
-    return values
+    gradients = {"grad_x": x.grad, "grad_weight": in_fp8.weight.grad, "grad_bias": in_fp8.bias.grad}
+    return named("fp8", values | {"y": y} | gradients)
 
 
 def fp8_edges(given: Values) -> Tensors:
@@ -99,7 +96,9 @@ def fp8_edges(given: Values) -> Tensors:
     for dtype in (E4M3, E5M2, *MI300X):
         kind = str(dtype).removeprefix("torch.float8_")
         codes = cast(fed[f"edge.{kind}.x"], torch.tensor(1.0), dtype)
-        values[f"edge.{kind}.bits"] = codes.view(torch.uint8)
-        values[f"edge.{kind}.decoded"] = codes.float()
-        values[f"scales.{kind}"] = scale_of_magnitude(fed["scales.amax"], torch.finfo(dtype).max)
+        values |= {
+            f"edge.{kind}.bits": codes.view(torch.uint8),
+            f"edge.{kind}.decoded": codes.float(),
+            f"scales.{kind}": scale_of_magnitude(fed["scales.amax"], torch.finfo(dtype).max),
+        }
     return named("fp8", values)

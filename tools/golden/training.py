@@ -106,11 +106,9 @@ def training(cfg: Config, world: World, given: Values) -> Recorded:
         state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim))
         loss, norm = step.train_step(state.net, state.opt, batch, Health(CPU), cfg)
 
-        values[f"{place}.loss"] = loss
-        values[f"{place}.grad_norm"] = norm
-        coefficient = cfg.optim.clip_norm / (norm + optim.CLIP_EPS)
-        values[f"{place}.clip_coefficient"] = coefficient.clamp(max=1.0)
-        values[f"{place}.lr"] = state.opt.lr.clone()
+        coefficient = (cfg.optim.clip_norm / (norm + optim.CLIP_EPS)).clamp(max=1.0)
+        done = {"loss": loss, "grad_norm": norm, "clip_coefficient": coefficient, "lr": state.opt.lr.clone()}
+        values |= named(place, done)
         if number in (1, STEPS):
             values |= named(place, after_step(state, initial, with_moments=number == 1))
     return values
@@ -148,10 +146,8 @@ def on_two_ranks(cfg: Config, world: World, given: Values) -> Recorded:
         each.append(rows | {"losses": losses.detach(), "loss": loss, "grad_norm_of_rank": norm})
 
     values: Recorded = {name: np.stack([row[name] for row in each]) for name in each[0]}
-    values["mean_loss"] = values["loss"].mean()
-    values["grad.norms"] = norms(gradients(net))
-    values["grad_norm"] = values["grad.norms"].norm()
-    return named("ranks", values)
+    sizes = norms(gradients(net))
+    return named("ranks", values | {"mean_loss": values["loss"].mean(), "grad.norms": sizes, "grad_norm": sizes.norm()})
 
 
 def validation(cfg: Config, world: World, given: Values) -> Recorded:
@@ -173,7 +169,9 @@ def validation(cfg: Config, world: World, given: Values) -> Recorded:
     result = evaluate.validation_loss(runner, val_set, samples=0)
 
     counts = np.bincount(given["data.val.timestep"], minlength=schedule.TIMESTEPS)
-    values["count"] = torch.from_numpy(counts).float()
-    values["loss_per_timestep"] = torch.tensor(result.val_loss_per_timestep)
-    values["loss"] = torch.tensor(result.val_loss)
+    values |= {
+        "count": torch.from_numpy(counts).float(),
+        "loss_per_timestep": torch.tensor(result.val_loss_per_timestep),
+        "loss": torch.tensor(result.val_loss),
+    }
     return named("val", values)

@@ -51,14 +51,14 @@ def check(
     """
     file = io.StringIO(points.read_text()) if points else None
     with tempfile.TemporaryDirectory() as folder:
-        links = [Path(folder, f"result_{i}.txt") for i in range(len(logs))]
-        for link, log in zip(links, logs):
+        links = {Path(folder, f"result_{i}.txt"): log for i, log in enumerate(logs)}
+        for link, log in links.items():
             link.symlink_to(log.path)
-        complaints = [_compliance(log, str(link), ruleset) for link, log in zip(links, logs)]
+        complaints = [_compliance(log, str(link), ruleset) for link, log in links.items()]
         if any(log.value("submission_division") == "open" for log in logs):
             return complaints, [], None
-        seeds = "\n".join(_seeds(links, ruleset))
-        for link, log in zip(links, logs):
+        seeds = "\n".join(_seeds([*links], ruleset))
+        for link, log in links.items():
             seeds = seeds.replace(str(link), log.name)
         if len(logs) < LEAST_RUNS:
             convergence = Convergence(None, f"needs {LEAST_RUNS} runs")

@@ -12,7 +12,6 @@ from typing import Any
 from flux_ref.benchmark import closed
 from flux_ref.benchmark.mllog import RESUMED
 from flux_ref.errors import printable
-from flux_ref.files import read_json
 from tools.report import official, result_log
 from tools.report.official import Convergence
 from tools.report.result_log import ResultLog, number
@@ -54,8 +53,6 @@ class System:
 
     name: str
     runs: list[Run]
-    devices: int | None
-    device: str  # their model
     convergence: Convergence | None  # None: the open division has no such check
     reasons: list[str]  # why it is no valid result; empty for a valid one
     verdict: str = INVALID
@@ -119,12 +116,8 @@ def judge(name: str, paths: list[Path], ruleset: str, points: Path | None = None
     logs = result_log.read(paths, ruleset)
     complaints, seeds, convergence = official.check(logs, ruleset, points)
     runs = [measure(log, faults) for log, faults in zip(logs, complaints)]
-    described = paths[0].with_name("environment.json")  # our own runs have it
-    machine = read_json(described, "description of a machine") if described.exists() else {}
-
     mixtures = _mixtures(runs)
-    system = System(name, runs, machine.get("ranks"), machine.get("device", "device"), convergence, mixtures)
-
+    system = System(name, runs, convergence, mixtures)
     counted = [run for run in runs if run.samples_per_s > 0 and not run.faults]
     if counted and not mixtures:
         is_whole = len(runs) == RUNS and len(counted) >= RUNS - 1

@@ -7,7 +7,7 @@ from tools.report.score import System, text
 
 SHOWN_FAULTS = 3  # of a run
 RUN = ("run", "minutes", "samples", "samples/s")
-SYSTEM = ("system", "devices", "batch", "runs", "olympic min", "score min", "samples/s")
+SYSTEM = ("system", "batch", "runs", "olympic min", "score min", "samples/s")
 
 
 def describe(systems: list[System]) -> str:
@@ -22,10 +22,9 @@ def lines(system: System) -> list[str]:
     """The verdict, what ran, a row for each run, their faults, the checks and the reasons."""
     keys = ("submission_org", "submission_platform", "global_batch_size", "opt_base_learning_rate")
     org, platform, batch, lr = (text(system.value(key), "") for key in keys)
-    devices = f"{text(system.devices)} x {system.device}"
     told = [
         f"{system.name}: {system.verdict}",
-        f"org {org}, platform {platform}, {devices}, global batch {batch}, lr {lr}",
+        f"org {org}, platform {platform}, global batch {batch}, lr {lr}",
     ]
     rows = [(run.name, text(run.minutes, ",.2f"), text(run.samples), text(run.samples_per_s)) for run in system.runs]
     told += table(RUN, rows)
@@ -48,7 +47,6 @@ def overview(system: System) -> tuple[str, ...]:
     """A row of the table of systems."""
     return (
         system.name,
-        text(system.devices),
         text(system.value("global_batch_size"), ""),
         str(len(system.runs)),
         text(system.olympic_mean_minutes, ",.2f"),
