@@ -75,10 +75,11 @@ def make(folder: Path, root: Path, names: list[str], model: ModelConfig, made_fr
                     pairs += [values, toy.decode(mean)]
                     titles += [caption, "as the toy codec keeps it"]
         if counts["val"] < TIMESTEPS:
+            reasons = Counter(row.rpartition("\t")[2].strip() for row in rejected).most_common(3)
             raise Refusal(
                 f"data.pictures={root} gives {counts['train']} pictures to train on and {counts['val']} held out;"
-                f" {len(rejected)} are rejected. One of {EVERY} is held out, and {TIMESTEPS} must be;"
-                f" give {EVERY * TIMESTEPS} good pictures"
+                f" {len(rejected)} are rejected{''.join(f', {count} for: {reason}' for reason, count in reasons)}."
+                f" One of {EVERY} is held out, and {TIMESTEPS} must be; give {EVERY * TIMESTEPS} good pictures"
             )
         toy.write_empty(place, toy.encode_caption("", model, own=True))
         files.write_whole(place / "rejected.tsv", "picture\treason\n" + "".join(rejected))
