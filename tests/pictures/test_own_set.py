@@ -105,7 +105,7 @@ def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path):
         path.unlink()
     few = config_file.replace(cfg, data__train=str(tmp_path / "few" / "train"))
     told = refusal(lambda: own_set.ensure(few))
-    assert ", 1 for: not in metadata.jsonl. One of 10 is held out, and 8 must be; give 80" in told
+    assert " for: not in the folder," in told and ". One of 10 is held out, and 8 must be; give 80" in told
     assert not list(tmp_path.glob("*few*"))
     assert [sum(map(own_set.is_held_out, range(10 * tens))) for tens in range(30)] == [*range(30)], "80 are enough"
     assert len({number % 10 for number in filter(own_set.is_held_out, range(100))}) == 10, (
