@@ -116,6 +116,16 @@ def test_fp8_moves_the_linears_of_blocks():
 
 
 @pytest.mark.slow  # a compiler traces
+def test_fp8_is_planned_with_a_smaller_budget_too():
+    """Where nothing is remembered, and where weights are gathered as they are."""
+    sizes = {"model__text_tokens": 32, "model__latent_height": 8, "model__latent_width": 8}
+    for preset, gather in (("fp8", True), ("fp8_delayed", False)):
+        cfg = wide(precision__preset=preset, precision__gather=gather, **sizes)
+        cfg = config_file.replace(cfg, parallel__compile=True, parallel__activation_budget=0.5)
+        assert footprint.trace(cfg, "sm100", 2).keys() == {"double 1", "single 1", "ends"}
+
+
+@pytest.mark.slow  # a compiler traces
 def test_bytes_are_those_of_the_kernels_that_inductor_generates():
     """bench/results/static_counts.json counts what Inductor's code for schnell reads and writes, without products."""
     text = (ROOT / "bench" / "results" / "static_counts.json").read_text()

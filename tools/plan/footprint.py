@@ -32,7 +32,7 @@ from flux_ref.config import Config
 from flux_ref.data import Batch, fields
 from flux_ref.model import Flux
 from flux_ref.precision import fp8, linear, policy
-from flux_ref.precision.fp8 import NOTHING, Codes, Remembered, Scales
+from flux_ref.precision.fp8 import Codes, Remembered, Scales
 from flux_ref.precision.linear import PolicyLinear
 from tools.shared import communication
 from tools.shared.communication import ROOT, Layout
@@ -152,7 +152,8 @@ def _footprint(module: nn.Module, inputs: tuple, cfg: Config, compiled: bool) ->
 
     def run(parameters, given, *inputs):
         for name, values in given.items():
-            linears[name].gathered, linears[name].of_input, linears[name].of_grad = values
+            for attribute, value in values.items():
+                setattr(linears[name], attribute, value)
         return functional_call(module, parameters, inputs)
 
     def partition(joint, joint_inputs, **options):
@@ -183,18 +184,21 @@ def _footprint(module: nn.Module, inputs: tuple, cfg: Config, compiled: bool) ->
     return Footprint(forward._replace(kept=kept), again._replace(kept=backward.kept))
 
 
-def _given(linear: PolicyLinear, cfg: Config) -> tuple[Codes | None, Remembered, Remembered]:
-    """What training hands to a linear: its weight in FP8, and what it remembers of its input and gradient."""
+def _given(linear: PolicyLinear, cfg: Config) -> dict[str, Codes | Remembered]:
+    """What training hands to a linear, by attribute: its weight in FP8, what it remembers of its input and gradient.
+
+    Nothing stands for what is not given: torch's partitioner takes tensors only.
+    """
 
     def scales() -> Scales:
         return torch.ones(()), torch.ones(())
 
-    codes = None
+    given: dict[str, Codes | Remembered] = {}
     if linear.layer in policy.layers_gathered_in_fp8(cfg):
-        codes = Codes(torch.zeros(linear.weight.shape, dtype=linear.support.forward), scales())
-    if linear.layer not in policy.layers_with_delayed_scales(cfg):
-        return codes, NOTHING, NOTHING
-    return codes, Remembered(torch.zeros(()), scales()), Remembered(torch.zeros(()), scales())
+        given["gathered"] = Codes(torch.zeros(linear.weight.shape, dtype=linear.support.forward), scales())
+    if linear.layer in policy.layers_with_delayed_scales(cfg):
+        given |= {name: Remembered(torch.zeros(()), scales()) for name in ("of_input", "of_grad")}
+    return given
 
 
 def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
