@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import MICRO, called, data_overrides, micro_run, require_identical, trained
+from conftest import MICRO, ROOT, called, data_overrides, micro_run, require_identical, trained
 from PIL import Image
 from run_files import column, event, events, lines
 
@@ -166,3 +166,18 @@ def test_what_fails_after_training_does_not_take_the_run_with_it(run, monkeypatc
     assert names(folder) == FILES - {"outcome.json"} and trained(folder)
     assert event(folder, "run_stop")["metadata"]["samples_count"] == 60
     assert names(run("--sample.count=1")) == FILES | PICTURES
+
+
+FIRST_TINY = "--model.single_blocks=2 --train.global_batch=60 --train.timestep=uniform --optim.decay_steps=0"
+SHORT = "--train.max_samples=360 --train.log_every_samples=60 --eval.every_samples=360 --sample.count=0"
+FEW = "--data.train_count=240 --data.val_count=72 --checkpoint.save=false"
+
+
+def test_the_tiny_that_older_figures_are_of_gives_its_losses(tmp_path):
+    """The keys of tiny until 2026-11-27, with few samples; the losses are those of a67c80a4."""
+    folders = [f"--run.dir={tmp_path / 'run'}", *data_overrides(tmp_path / "set")]
+    options = f"{FIRST_TINY} {SHORT} {FEW}".split()
+    assert called("train.py", str(ROOT / "configs/tiny.toml"), *folders, *options) == 0
+    losses = [1.5936078, 1.5719641, 1.6032622, 1.5709643, 1.5592206, 1.5505676]
+    assert column(tmp_path / "run", "loss") == pytest.approx(losses, rel=1e-5)
+    assert column(tmp_path / "run", "val_loss", "eval.jsonl") == pytest.approx([1.9854094, 1.9139704], rel=1e-5)
