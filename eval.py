@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     cfg = config_file.from_flat(cfg.name, config.flat(cfg) | own)
     with contextlib.ExitStack() as stack:
         alive = stack.enter_context(Alive("eval.py", cfg.run.hang_s))
-        world = ranks.start(cfg.parallel)
+        world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
         # Training may save and delete checkpoints while ranks look.
         names = ranks.gather_objects([str(path) for path in paths])[0]
         sharding.choose_compiler_folder(cfg, world, stack)

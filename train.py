@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     with contextlib.ExitStack() as stack:
         # Prepare: ranks, data sets, the run's folder
         alive = stack.enter_context(Alive("train.py", cfg.run.hang_s))
-        world = ranks.start(cfg.parallel)
+        world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
         config_file.validate_world(cfg, world.size)
         arithmetic = arithmetic_of(cfg)
         arithmetic.require(config.micro_batch(cfg, world.size))

@@ -66,7 +66,7 @@ def run(name: str, argv: list[str], parse: Callable, measure: Callable[[Config, 
     """
     args, overrides = parse(argv)
     cfg = config_file.load(args.config, overrides)
-    world = ranks.start(cfg.parallel)
+    world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
     with ExitStack() as stack:
         choose_compiler_folder(cfg, world, stack)
         report = head(name, argv, world.device) if world.rank == 0 else {}  # git is asked once, not on every rank

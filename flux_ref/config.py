@@ -196,7 +196,7 @@ class DataConfig:
     train_count: int = key(0, "required number of samples, 0: any; of drawings the number to make")
     val_count: int = key(0, "the same of validation samples")
     workers: int = free(4, "reading threads per rank", least=1)
-    prefetch: int = free(2, "batches read ahead per rank", least=1)
+    prefetch: int = free(2, "batches read ahead per rank; 0: the training thread reads each itself", least=0)
     evict: bool = free(
         True, "drop the data set from the page cache before the clock starts (in the log: cache_clear)", closed=CHECKER
     )

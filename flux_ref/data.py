@@ -68,6 +68,7 @@ def read_ahead(
 ) -> Feed:
     """The batches of a plan in its order. Threads fill all buffers but the one that was given out last.
 
+    A single buffer is filled by the caller's thread. Small samples take longer to hand over than to read.
     plan: per batch, one item per row. fill: fill(row, item) puts an item into a row.
     Closing the generator ends the reading and waits for nobody: after an error a thread may wait for a device that
     waits for a lost rank. So threads may still fill the buffers: after an early close, make a new set.
@@ -78,6 +79,12 @@ def read_ahead(
         batch.wait_for_copy()
         fill(row, item)
 
+    if len(buffers) == 1:
+        for items in plan:
+            for row, item in zip(buffers[0].views, items):
+                fill_row(buffers[0], row, item)
+            yield buffers[0]
+        return
     pool = ThreadPoolExecutor(workers)
     free = deque(buffers)
     ahead: deque[tuple[HostBatch, list[Future]]] = deque()

@@ -31,7 +31,6 @@ DRIVERS = {"/dev/nvidiactl": torch.version.cuda, "/dev/kfd": torch.version.hip}
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 HIDING = ("", "-1", "NoDevFiles")  # values of these that hide all GPUs; Slurm sets the last
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-MOST_THREADS = 4  # of a rank that is alone; tiny's products are small
 PATIENCE = timedelta(days=30)  # of a collective: its clock goes on in a pause. alive.Alive ends what hangs
 
 
@@ -55,10 +54,11 @@ class World:
         return self.device.type != "cpu"
 
 
-def start(cfg: ParallelConfig, few_threads: bool = True) -> World:
+def start(cfg: ParallelConfig, one_thread: bool = True) -> World:
     """Join the process group that torchrun describes. Without torchrun the world is this process alone.
 
-    few_threads: False computes in torch's own number of CPU threads. numerics: sums of several threads round otherwise.
+    one_thread: compute in one CPU thread, as several ranks always do. A toy model's products are so small that a second
+    thread costs more time than it saves. numerics: sums of several threads round otherwise.
     Raises: Refusal when the group cannot be formed.
     """
     is_alone = "RANK" not in os.environ
@@ -73,8 +73,8 @@ def start(cfg: ParallelConfig, few_threads: bool = True) -> World:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError):  # macOS has limits of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Gloo opens two files for each rank; 1024 is usual
-    if few_threads and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1 if size > 1 else min(MOST_THREADS, torch.get_num_threads()))
+    if (one_thread or size > 1) and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     # torch 2.15 would take its new backend nccl2. Captures were written for the older one.
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     # NCCL's monitor would take a pause for a hang, as its clock goes on. alive.Alive tells one from the other.

@@ -219,7 +219,7 @@ class Reporter:
         self.say(f"{outcome}; losses and pictures lie in {self.folder}")
         if self.cfg.checkpoint.save:
             options = "" if self.cfg.data.val else " --draw-only --prompt TEXT"
-            self.say(f"  weights   python eval.py {shlex.quote(str(self.folder))}{options}")
+            self.say(f"  next    python eval.py {shlex.quote(str(self.folder))}{options}")
         if self.speaks:
             record = {"outcome": outcome, "step": state.step, "samples": state.samples}
             record |= {"val_loss": self.val_curve[-1][1] if self.val_curve else None, "not_a_timed_result": flaw}

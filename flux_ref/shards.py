@@ -190,10 +190,8 @@ class ShardSet:
         return self.first[-1]
 
     def __iter__(self) -> Iterator[Sample]:
-        """Every sample of an open set, in memory of its own. Raises: BadSample."""
-        for index in range(len(self)):
-            arrays = self.layout.arrays()
-            yield self.read(index, arrays), arrays
+        """Every sample of an open set, as `sample` gives it."""
+        return map(self.sample, range(len(self)))
 
     def open(self) -> None:
         for shard in self.shards:
@@ -205,6 +203,11 @@ class ShardSet:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def sample(self, index: int) -> Sample:
+        """Sample `index` in memory of its own. Raises: BadSample."""
+        arrays = self.layout.arrays()
+        return self.read(index, arrays), arrays
 
     def read(self, index: int, arrays: Arrays) -> Meta:
         """Read sample `index` into arrays, as Shard.read does. Raises: BadSample."""

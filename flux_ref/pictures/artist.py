@@ -1,7 +1,6 @@
 """Pictures from captions: Euler steps from noise to data, with classifier-free guidance; and the pictures of a run."""
 
 import time
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ class Artist:
     """Draws the same captions by one net after another.
 
     captions: what is drawn. encoded: [t5_TE, clip_V] of each in bf16. empty: of the empty caption, for guidance.
+    originals: the latents of the data set's own pictures, where captions are from a data set.
     """
 
     def __init__(self, cfg: Config, world: World, vae: Path):
@@ -38,24 +38,27 @@ class Artist:
         self.captions: list[str] = []
         self.encoded: list[Encoding] = []
         self.empty: Encoding = []
+        self.originals: list[Tensor] = []
         self.autoencoder: Any = None
         with ranks.agreed():
             if world.rank == 0 and cfg.data.kind != "toy":
                 self.autoencoder = encoders.load_autoencoder(vae, world.device)
 
     def take_stored(self, samples: ShardSet) -> None:
-        """Draw the first sample.count different captions of an open data set. Raises: Refusal.
+        """Draw sample.count different captions from all over an open data set, always the same. Raises: Refusal.
 
         At most LOOKED_AT samples for each caption are looked at, so there may be fewer.
         """
         count = self.cfg.sample.count
-        found: dict[str, Encoding] = {}
-        for meta, arrays in islice(samples, LOOKED_AT * count):
-            found.setdefault(meta.caption or meta.key, _texts(arrays))
+        found: dict[str, Arrays] = {}
+        for index in map(int, rng.order(0, 0, len(samples))[: LOOKED_AT * count]):  # a set may be sorted
+            meta, arrays = samples.sample(index)
+            found.setdefault(meta.caption or meta.key, arrays)
             if len(found) == count:
                 break
         self.captions = list(found)
-        self.encoded = list(found.values())
+        self.encoded = [_texts(arrays) for arrays in found.values()]
+        self.originals = [torch.from_numpy(shards.from_bf16_bits(arrays["mean"])) for arrays in found.values()]
         if self.cfg.sample.guidance != 1.0:
             self.empty = _texts(shards.read_empty(config.empty_dir(self.cfg), samples.layout))
 
@@ -139,17 +142,19 @@ def _texts(arrays: Arrays) -> Encoding:
 
 
 class Gallery(Artist):
-    """The folder samples/ of a run: a sheet of pictures at each interval and at the end, and a strip of all sheets."""
+    """The folder samples/ of a run: a sheet of pictures at each interval and at the end, a strip of all sheets, and a
+    sheet of the data set's own pictures for the same captions.
+    """
 
     def __init__(self, cfg: Config, world: World, report: Reporter, samples: ShardSet):
-        """samples: the data set whose first captions are drawn. Collective. Raises: Refusal for a bad autoencoder."""
+        """samples: the data set whose captions are drawn. Collective. Raises: Refusal for a bad autoencoder."""
         super().__init__(cfg, world, Path(cfg.sample.vae))
         self.report = report
         self.samples = samples
         self.newest = -1  # training samples at the newest sheet
 
     def draw(self, state: State, at: Say) -> None:
-        """Draw the first sample.count captions from the same noise as ever, unless they are drawn. Collective.
+        """Draw the same captions from the same noise as ever, unless they are drawn. Collective.
 
         Training goes on as without pictures: drawing changes no weight and no number of training, and takes dynamic
         FP8 scales. A file that cannot be written does not end the run. at: as for `paint`.
@@ -165,6 +170,7 @@ class Gallery(Artist):
         with self.report.spare(path.name):
             if pictures:
                 self.save(pictures, path)
+                self.save([self._decoded(z.to(self.world.device)) for z in self.originals], path.with_stem("originals"))
                 self.report.picture(path, samples)
                 sheet.strip(path.parent, pictures[0].shape[1])
             self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures: {path}")

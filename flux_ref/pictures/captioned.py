@@ -127,6 +127,8 @@ def srgb(image: Image.Image) -> Image.Image:
         notice("a PNG has a gAMA of its own, but no profile; such pictures are taken for sRGB, without their gAMA")
     if image.mode.startswith("I"):  # 16-bit grey, which Pillow would clip: its high byte, as Pillow takes of colours
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode == "P" and image.has_transparency_data:
+        image = image.convert("RGBA")  # Pillow warns of any other way
     opacity = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
     if image.mode != "CMYK":
         image = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")

@@ -218,6 +218,14 @@ def test_all_buffers_but_the_one_in_use_are_filled_ahead_in_order(micro):
     assert len(used) == 3
 
 
+def test_a_single_buffer_is_filled_by_the_callers_thread(micro, monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("a thread was started"))
+    source = Source(micro, buffers=1)
+    for step, batch in zip(range(3), source.feed()):
+        assert source.filled == (step + 1) * BATCH
+        assert batch.tensors["t"].tolist() == list(range(step * BATCH, (step + 1) * BATCH))
+
+
 def test_an_error_of_a_thread_is_raised_at_its_batch_and_a_closed_feed_leaves_no_thread(micro):
     before = set(threading.enumerate())
     feed = Source(micro, broken=BATCH + 5).feed()

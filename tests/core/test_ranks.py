@@ -61,8 +61,7 @@ def test_a_gpu_that_torch_cannot_use_is_no_cpu(monkeypatch, tmp_path):
             ranks.stop()
 
 
-def test_a_rank_has_few_threads_and_torchs_first_program_for_nccl_unless_the_user_asks(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+def test_a_rank_has_one_thread_and_torchs_first_program_for_nccl_unless_the_user_asks(monkeypatch):
     taken = []
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
     for program, threads in ((None, None), ("1", "9")):
@@ -70,10 +69,11 @@ def test_a_rank_has_few_threads_and_torchs_first_program_for_nccl_unless_the_use
             monkeypatch.delenv(name, raising=False)
             if value:
                 monkeypatch.setenv(name, value)
-        ranks.start(ParallelConfig())
-        ranks.stop()
+        for one_thread in (True, False):
+            ranks.start(ParallelConfig(), one_thread)
+            ranks.stop()
         assert os.environ["TORCH_DIST_USE_NCCL2"] == (program or "0")
-    assert taken == [ranks.MOST_THREADS]
+    assert taken == [1]
 
 
 def test_a_rank_on_amd_has_two_queues_and_keeps_its_scratch_unless_the_user_asks(monkeypatch):

@@ -72,7 +72,7 @@ OUTCOMES = {
     "empty": "anew",
     "begun": "anew",
     "saved": "from step_000000004",
-    "finished": "holds a finished run; raise train.max_samples or lower eval.target to train it longer",
+    "finished": "holds a finished run; raise train.max_samples",
     "unsaved": "holds a finished run; raise",
     "foreign": "holds files but no run; set run.dir to another folder",
 }

@@ -208,7 +208,7 @@ def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal."""
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about pictures that are counted anyway
     model = job.config(args.config).model
-    world = ranks.start(ParallelConfig(replicate=1), few_threads=False)  # encoders are large
+    world = ranks.start(ParallelConfig(replicate=1), one_thread=False)  # encoders are large
     with ExitStack() as stack, ThreadPoolExecutor(THREADS) as pool:
         if world.size == 1:  # with more, torchrun ends the others after an error
             stack.callback(ranks.stop)
