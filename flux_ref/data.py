@@ -80,8 +80,8 @@ def read_ahead(
         fill(row, item)
 
     if len(buffers) == 1:
-        for items in plan:
-            for row, item in zip(buffers[0].views, items):
+        for planned in plan:
+            for row, item in zip(buffers[0].views, planned):
                 fill_row(buffers[0], row, item)
             yield buffers[0]
         return

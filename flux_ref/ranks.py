@@ -54,7 +54,7 @@ class World:
         return self.device.type != "cpu"
 
 
-def start(cfg: ParallelConfig, one_thread: bool = True) -> World:
+def start(cfg: ParallelConfig, one_thread: bool = False) -> World:
     """Join the process group that torchrun describes. Without torchrun the world is this process alone.
 
     one_thread: compute in one CPU thread, as several ranks always do. A toy model's products are so small that a second

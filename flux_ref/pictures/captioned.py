@@ -12,6 +12,7 @@ import json
 import os
 import tarfile
 import unicodedata
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -127,8 +128,6 @@ def srgb(image: Image.Image) -> Image.Image:
         notice("a PNG has a gAMA of its own, but no profile; such pictures are taken for sRGB, without their gAMA")
     if image.mode.startswith("I"):  # 16-bit grey, which Pillow would clip: its high byte, as Pillow takes of colours
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode == "P" and image.has_transparency_data:
-        image = image.convert("RGBA")  # Pillow warns of any other way
     opacity = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
     if image.mode != "CMYK":
         image = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
@@ -208,6 +207,7 @@ def parts_of(root: Path, names: list[str], column: str, size: int) -> list[Part]
 
     names: as `find` gives them. column: that of the captions in metadata.jsonl or metadata.csv.
     """
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # about pictures that are counted anyway
     listings = [name for name in names if os.path.basename(name) in LISTINGS]
     if len(listings) > 1:
         raise Refusal(f"{root} has {' and '.join(listings[:3])}; keep the one that describes the pictures")

@@ -14,7 +14,6 @@ All this grows in OUTPUT.partial. A stopped command goes on with the parts that 
 
 import argparse
 import hashlib
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -206,9 +205,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal."""
-    warnings.filterwarnings("ignore", module=r"PIL\.")  # about pictures that are counted anyway
     model = job.config(args.config).model
-    world = ranks.start(ParallelConfig(replicate=1), one_thread=False)  # encoders are large
+    world = ranks.start(ParallelConfig(replicate=1))
     with ExitStack() as stack, ThreadPoolExecutor(THREADS) as pool:
         if world.size == 1:  # with more, torchrun ends the others after an error
             stack.callback(ranks.stop)
