@@ -167,10 +167,8 @@ class SampleSet:
             raise self._bad(str(error)) from None
 
     def _bad(self, reason: str) -> Fault:
-        remedy = "remove the data set and give the command of tools.prepare again that made it"
-        if self.cfg.data.kind == "toy":
-            remedy = f"remove {self.shards.paths[0].parent.parent} and start again"
-        return Fault(f"bad {self.split} sample: {reason}; {remedy}, which writes as many samples anew", alone=True)
+        remedy = "remove the data set and make it anew: with data.kind=toy this command does, else tools.prepare"
+        return Fault(f"bad {self.split} sample: {reason}; {remedy}", alone=True)
 
 
 class TrainSet(SampleSet):

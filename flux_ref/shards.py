@@ -264,7 +264,11 @@ def read_empty(folder: str | Path, layout: Layout) -> Arrays:
 
 @contextmanager
 def new_shard(path: Path) -> Iterator[BinaryIO]:
-    """A shard for `add`. The file gets its name if the block ends without an error, else it is removed."""
+    """A shard for `add`, in a folder that is made if it is not there.
+
+    The file gets its name if the block ends without an error, else it is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     with files.whole(path) as place, place.open("wb") as file:
         yield file
         file.write(bytes(END_BYTES))  # no padding as tar's: the size then tells the number of samples
@@ -308,8 +312,7 @@ def key_of(split: str, index: int) -> str:
 
 
 def write(path: Path, samples: Iterable[Sample]) -> None:
-    """Write samples into a new shard, in a folder that is made if it is not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write samples into a new shard."""
     with new_shard(path) as file:
         for meta, members in samples:
             add(file, meta, members)

@@ -86,7 +86,7 @@ def render(drawing: Drawing, height: int, width: int, dx: float = 0.0, dy: float
         inside = np.maximum(abs(u), abs(v)) <= 0.9
     else:
         inside = (v <= 1) & (abs(u) * 2 <= v + 1)
-    cover = sum(inside[i::fine, j::fine] for i in range(fine) for j in range(fine)) / fine**2
+    cover = inside.reshape(height, fine, width, fine).mean(axis=(1, 3))
     colour = np.array(COLOURS[drawing.colour])[:, None, None]
     return ((BACKGROUND + cover * (colour - BACKGROUND)) * 2 - 1).astype(np.float32)
 

@@ -53,10 +53,10 @@ def make(folder: Path, root: Path, names: list[str], model: ModelConfig, made_fr
     found = chain.from_iterable(part() for part in captioned.parts_of(root, names, "text", 1000))
     with files.whole(folder, is_new=True) as place:
         with ExitStack() as stack:
-            new = {}
-            for split in ("train", "val"):
-                (place / split).mkdir(parents=True)
-                new[split] = stack.enter_context(shards.new_shard(shards.shard_path(place / split, 0)))
+            new = {
+                split: stack.enter_context(shards.new_shard(shards.shard_path(place / split, 0)))
+                for split in ("train", "val")
+            }
             for picture in progress(found, desc=f"encoding {root}", unit=" pictures", leave=False):
                 try:
                     pixels, caption = picture.load(8 * model.latent_height, 8 * model.latent_width)
