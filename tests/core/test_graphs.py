@@ -326,7 +326,7 @@ def test_pictures_between_replays_are_those_of_an_eager_run_and_change_nothing(s
         assert train(tmp_path / name, shapes_dir, *settings, *own) == 0
     assert log.count("replay train") == 2 * (3 + 3 * PROOF if settings else 5 + PROOF)
     sheets = [contents(tmp_path / name / "samples") for name in ("captured", "eager")]
-    assert sheets[0] == sheets[1] and len(sheets[1]) == 4
+    assert sheets[0] == sheets[1] and len(sheets[1]) == 5
     for name in ("captured", "eager"):
         require_equal_runs(tmp_path / name, tmp_path / "plain")
 
@@ -340,7 +340,7 @@ def test_where_graphs_leave_no_memory_for_pictures_a_line_says_so_and_training_g
     line = "samples         24  no pictures: a drawing takes about 3 GB beside the graphs, a rank has 2 GB; lower"
     assert line in capsys.readouterr().out
     drawn = sorted(contents(tmp_path / "run" / "samples"))
-    assert drawn == ["000000060.png", "strip.png"], "those at the end have the graphs' memory"
+    assert drawn == ["000000060.png", "originals.png", "strip.png"], "those at the end have the graphs' memory"
 
 
 # Phases

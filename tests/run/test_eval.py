@@ -87,7 +87,7 @@ def test_each_checkpoint_gives_what_training_logged_then(run, evaluate):
 
 def test_the_command_that_a_run_prints_works_as_printed_and_two_copies_at_one_rank(run, tmp_path, attempt):
     """In a folder with a space."""
-    line = (run / "result_0.txt").read_text().rpartition("  weights   ")[2].splitlines()[0]
+    line = (run / "result_0.txt").read_text().rpartition("  next    ")[2].splitlines()[0]
     python, name, *argv = shlex.split(line)
     assert (python, name, argv) == ("python", "eval.py", [str(run)]) and " " in argv[0]
     copies = config_file.replace(config_file.load(run / "config.toml"), parallel__replicate=2)

@@ -168,7 +168,8 @@ def test_what_fails_after_training_does_not_take_the_run_with_it(run, monkeypatc
     assert names(run("--sample.count=1")) == FILES | PICTURES
 
 
-FIRST_TINY = "--model.single_blocks=2 --train.global_batch=60 --train.timestep=uniform --optim.decay_steps=0"
+FIRST_TINY = "--model.single_blocks=2 --train.global_batch=60 --train.timestep=uniform"
+FIRST_RATE = "--optim.lr=3e-3 --optim.decay_steps=0 --optim.weight_decay=0.1"
 SHORT = "--train.max_samples=360 --train.log_every_samples=60 --eval.every_samples=360 --sample.count=0"
 FEW = "--data.train_count=240 --data.val_count=72 --checkpoint.save=false"
 
@@ -176,7 +177,7 @@ FEW = "--data.train_count=240 --data.val_count=72 --checkpoint.save=false"
 def test_the_tiny_that_older_figures_are_of_gives_its_losses(tmp_path):
     """The keys of tiny until 2026-11-27, with few samples; the losses are those of a67c80a4."""
     folders = [f"--run.dir={tmp_path / 'run'}", *data_overrides(tmp_path / "set")]
-    options = f"{FIRST_TINY} {SHORT} {FEW}".split()
+    options = f"{FIRST_TINY} {FIRST_RATE} {SHORT} {FEW}".split()
     assert called("train.py", str(ROOT / "configs/tiny.toml"), *folders, *options) == 0
     losses = [1.5936078, 1.5719641, 1.6032622, 1.5709643, 1.5592206, 1.5505676]
     assert column(tmp_path / "run", "loss") == pytest.approx(losses, rel=1e-5)
