@@ -38,8 +38,10 @@ def run(size: int, main: Callable[..., int], argv: list[str]) -> int:
     alive = {process.sentinel: process for process in ranks}
     while alive:
         for sentinel in wait(alive):
-            if code := alive.pop(sentinel).exitcode:
-                return code
+            process = alive.pop(sentinel)
+            process.join()  # its pipe closes a moment before its exit code is known
+            if process.exitcode:
+                return process.exitcode
     return 0
 
 
