@@ -3,7 +3,8 @@
 Position p of a run is sample order(epoch)[p % n] of epoch p // n, where n is the size of the data set. Step k covers
 the positions k * global_batch to (k + 1) * global_batch - 1, and rank r takes the r-th slice of them. Nothing else
 decides which rank sees which sample. A resumed run starts at position `samples` of its checkpoint.
-Threads read samples and draw their random numbers into pinned host buffers, beside the training thread.
+Threads read samples and draw their random numbers into pinned host buffers, beside the training thread; with
+data.prefetch=0 the training thread does it.
 """
 
 import functools
