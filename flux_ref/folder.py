@@ -89,8 +89,10 @@ def _checkpoint(cfg: Config, folder: Path, sizes: dict[str, int]) -> Path | None
         end = files.read_json(folder / OUTCOME, "outcome")
         reached = end["val_loss"] is not None and end["val_loss"] <= cfg.eval.target
         if reached or end["samples"] >= cfg.train.max_samples:
-            longer = f"raise train.max_samples{' or lower eval.target' if cfg.eval.target else ''}"
-            raise Refusal(f"{folder} holds a finished run; {longer} to train it longer, or {REMEDY}")
+            longer = "raise train.max_samples or lower eval.target to train it longer, or"
+            if cfg.optim.decay_steps:  # beyond them the rate is lr / 10
+                longer = "for a longer one raise train.max_samples and optim.decay_steps, and"
+            raise Refusal(f"{folder} holds a finished run; {longer} {REMEDY}")
     return saved
 
 

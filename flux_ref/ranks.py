@@ -57,8 +57,8 @@ class World:
 def start(cfg: ParallelConfig, one_thread: bool = False) -> World:
     """Join the process group that torchrun describes. Without torchrun the world is this process alone.
 
-    one_thread: compute in one CPU thread, as several ranks always do. A toy model's products are so small that a second
-    thread costs more time than it saves. numerics: sums of several threads round otherwise.
+    one_thread: compute in one CPU thread, as torchrun has several ranks of a host do. A toy model's products are so
+    small that a second thread costs more time than it saves. numerics: sums of several threads round otherwise.
     Raises: Refusal when the group cannot be formed.
     """
     is_alone = "RANK" not in os.environ
@@ -73,7 +73,7 @@ def start(cfg: ParallelConfig, one_thread: bool = False) -> World:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError):  # macOS has limits of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Gloo opens two files for each rank; 1024 is usual
-    if (one_thread or size > 1) and "OMP_NUM_THREADS" not in os.environ:
+    if one_thread and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     # torch 2.15 would take its new backend nccl2. Captures were written for the older one.
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")

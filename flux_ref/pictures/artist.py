@@ -51,8 +51,8 @@ class Artist:
         """
         count = self.cfg.sample.count
         found: dict[str, Arrays] = {}
-        order = rng.order(0, 0, len(samples))  # a set may be sorted
-        for meta, arrays in map(samples.sample, order[: LOOKED_AT * count].tolist()):
+        # A set may be sorted.
+        for meta, arrays in map(samples.sample, rng.order(0, 0, len(samples))[: LOOKED_AT * count].tolist()):
             found.setdefault(meta.caption or meta.key, arrays)
             if len(found) == count:
                 break

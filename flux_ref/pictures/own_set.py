@@ -35,12 +35,13 @@ def ensure(cfg: Config) -> None:
     names = captioned.find(root)
     note = folder / MADE_FROM
     stats = {name: (root / name).stat() for name in names}
-    made_from = json.dumps({name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()})
-    toy.make_once(folder, lambda: make(folder, root, names, cfg.model, made_from))
-    if not note.is_file() or note.read_text() != made_from:
+    made_from = [json.dumps([name, stat.st_size, stat.st_mtime_ns]) for name, stat in stats.items()]
+    toy.make_once(folder, lambda: make(folder, root, names, cfg.model, "\n".join(made_from)))
+    if differ := {*made_from} ^ {*(note.read_text().split("\n") if note.is_file() else ())}:
         raise Refusal(
-            f"{folder} was made from something else than {root} holds now; remove {folder} to make it anew, and the run"
-            " that it trained, or give another --data.train=DIR/train, --data.val=DIR/val and --run.dir"
+            f"{folder} was made from something else than {root} holds now; name, size or time differ of {min(differ)};"
+            f" remove {folder} and the run that it trained, or give another --data.train=DIR/train, --data.val=DIR/val"
+            " and --run.dir"
         )
 
 
@@ -79,7 +80,7 @@ def make(folder: Path, root: Path, names: list[str], model: ModelConfig, made_fr
             raise Refusal(
                 f"data.pictures={root} gives {counts['train']} pictures to train on and {counts['val']} held out;"
                 f" {len(rejected)} are rejected{''.join(f', {count} for: {reason}' for reason, count in reasons)}."
-                f" One of {EVERY} is held out, and {TIMESTEPS} must be; give {EVERY * TIMESTEPS} good pictures"
+                f" One picture of {EVERY} is held out, and {TIMESTEPS} must be; give {EVERY * TIMESTEPS} good ones"
             )
         toy.write_empty(place, toy.encode_caption("", model, own=True))
         files.write_whole(place / "rejected.tsv", "picture\treason\n" + "".join(rejected))

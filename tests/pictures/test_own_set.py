@@ -90,12 +90,12 @@ def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path):
     moment = first.stat().st_mtime_ns
     own_set.ensure(config_file.replace(cfg, data__pictures=str(tmp_path / "." / "pictures")))
     os.utime(first, ns=(moment, moment + 1))
-    words = f"{tmp_path / 'set'} was made from something else than {own} holds now; remove"
-    assert words in refusal(lambda: own_set.ensure(cfg))
+    words = f"{tmp_path / 'set'} was made from something else than {own} holds now; name, size or time differ of "
+    assert f'{words}["{first.name}", ' in refusal(lambda: own_set.ensure(cfg))
     os.utime(first, ns=(moment, moment))
     own_set.ensure(cfg)
     (own / "more.txt").touch()
-    assert words in refusal(lambda: own_set.ensure(cfg))
+    assert f'{words}["more.txt", ' in refusal(lambda: own_set.ensure(cfg))
     (own / "more.txt").unlink()
     (tmp_path / "set" / own_set.MADE_FROM).unlink()  # as in a set of drawings
     assert words in refusal(lambda: own_set.ensure(cfg))
@@ -105,7 +105,7 @@ def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path):
         path.unlink()
     few = config_file.replace(cfg, data__train=str(tmp_path / "few" / "train"))
     told = refusal(lambda: own_set.ensure(few))
-    assert " for: not in the folder," in told and ". One of 10 is held out, and 8 must be; give 80" in told
+    assert " for: not in the folder," in told and ". One picture of 10 is held out, and 8 must be; give 80" in told
     assert not list(tmp_path.glob("*few*"))
     assert [sum(map(own_set.is_held_out, range(10 * tens))) for tens in range(30)] == [*range(30)], "80 are enough"
     assert len({number % 10 for number in filter(own_set.is_held_out, range(100))}) == 10, (
