@@ -89,10 +89,8 @@ def _checkpoint(cfg: Config, folder: Path, sizes: dict[str, int]) -> Path | None
         end = files.read_json(folder / OUTCOME, "outcome")
         reached = end["val_loss"] is not None and end["val_loss"] <= cfg.eval.target
         if reached or end["samples"] >= cfg.train.max_samples:
-            longer = "raise train.max_samples or lower eval.target to train it longer, or"
-            if cfg.optim.decay_steps:  # beyond them the rate is lr / 10
-                longer = "for a longer one raise train.max_samples and optim.decay_steps, and"
-            raise Refusal(f"{folder} holds a finished run; {longer} {REMEDY}")
+            longer = "raise train.max_samples or lower eval.target to train it longer (at optim.lr / 10 after a decay)"
+            raise Refusal(f"{folder} holds a finished run; {longer}, or {REMEDY}")
     return saved
 
 

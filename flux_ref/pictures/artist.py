@@ -162,7 +162,6 @@ class Gallery(Artist):
         samples = state.samples
         if self.newest == samples:
             return
-        self.newest = samples
         begin = time.perf_counter()
         self.take_stored(self.samples)
         pictures = self.paint(state.net, at)
@@ -170,10 +169,13 @@ class Gallery(Artist):
         with self.report.spare(path.name):
             if pictures:
                 self.save(pictures, path)
-                self.save([self._decoded(z.to(self.world.device)) for z in self.originals], path.with_stem("originals"))
+                if self.newest < 0:
+                    own = [self._decoded(z.to(self.world.device)) for z in self.originals]
+                    self.save(own, path.with_stem("originals"))
                 self.report.picture(path, samples)
                 sheet.strip(path.parent, pictures[0].shape[1])
             self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures: {path}")
         if pictures and self.cfg.data.kind == "toy" and not self.cfg.data.pictures:
             self.report.judged(samples, len(pictures), toy.judge(pictures, self.captions))
+        self.newest = samples
         self.report.since_s += time.perf_counter() - begin  # pictures are no part of the rate of training
