@@ -174,11 +174,15 @@ SHORT = "--train.max_samples=360 --train.log_every_samples=60 --eval.every_sampl
 FEW = "--data.train_count=240 --data.val_count=72 --checkpoint.save=false"
 
 
-def test_the_tiny_that_older_figures_are_of_gives_its_losses(tmp_path):
-    """The keys of tiny until 2026-11-27, with few samples; the losses are those of a67c80a4."""
+def test_the_tiny_that_older_figures_are_of_gives_its_losses(tmp_path, monkeypatch):
+    """The keys of tiny until 2026-11-27, with few samples; the losses are those of a67c80a4. A toy has one thread."""
+    threads: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     folders = [f"--run.dir={tmp_path / 'run'}", *data_overrides(tmp_path / "set")]
     options = f"{FIRST_TINY} {FIRST_RATE} {SHORT} {FEW}".split()
     assert called("train.py", str(ROOT / "configs/tiny.toml"), *folders, *options) == 0
+    assert threads == [1]
     losses = [1.5936078, 1.5719641, 1.6032622, 1.5709643, 1.5592206, 1.5505676]
     assert column(tmp_path / "run", "loss") == pytest.approx(losses, rel=1e-5)
     assert column(tmp_path / "run", "val_loss", "eval.jsonl") == pytest.approx([1.9854094, 1.9139704], rel=1e-5)
