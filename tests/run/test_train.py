@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import MICRO, ROOT, called, data_overrides, micro_run, require_identical, trained
 from PIL import Image
 from run_files import column, event, events, lines
