@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from flux_ref import ranks
-from flux_ref.errors import Fault, Interrupted
-from flux_ref.tensors import Moved
+from flux_ref.errors import Fault, Interrupted, Progress
 
 # They save a checkpoint and end the run: torchrun, job schedulers ahead of a limit (the next three), a closed terminal,
 # Ctrl-\.
@@ -80,7 +79,7 @@ class Alive:
             before = now
             now = time.monotonic()
             idle_s += min(now - before, 2 * TICK_S)  # this thread was late by more: the process was stopped
-            progress = self.marks + Moved.total
+            progress = self.marks + Progress.total
             if progress != seen:
                 seen = progress
                 idle_s = 0.0

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -180,8 +180,24 @@ class Terminal:
                 raise
 
 
-def progress(iterable=None, **options: object) -> tqdm:
-    """tqdm, with a line every ten seconds in a log file; options are tqdm's."""
+class Progress:
+    """What this process has done: items of loops over files, bytes of weights. The hang watch sees whether it grows."""
+
+    total = 0
+
+
+def counted(items: Iterable) -> Iterator:
+    """The items of a loop over files. Each counts as progress, so a long loop is no hang."""
+    for item in items:
+        yield item
+        Progress.total += 1
+
+
+def progress(iterable=None, **options: Any) -> tqdm:
+    """tqdm, with a line every ten seconds in a log file, over items that count as progress; options are tqdm's."""
+    if hasattr(iterable, "__len__"):
+        options.setdefault("total", len(iterable))
+    iterable = iterable and counted(iterable)
     if not sys.stderr.isatty():
         options |= {"mininterval": 10.0, "bar_format": "{l_bar}{bar}{r_bar}\n"}
     return tqdm(iterable, **options)

@@ -8,17 +8,19 @@ import codecs
 import contextlib
 import errno
 import fcntl
+import glob
 import json
 import math
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flux_ref.errors import Refusal, notice
+from flux_ref.errors import Progress, Refusal, notice
 
 PARTIAL = ".flux_ref_partial"  # how the names of what is being written end
 
@@ -127,6 +129,15 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def clear(folder: Path, name: str = "") -> None:
+    """Remove what killed processes left: the unfinished files in a folder whose names begin with `name`.
+
+    Nobody else may be writing such files now.
+    """
+    for path in matching(folder, f".{glob.escape(name)}*{PARTIAL}"):
+        remove(path)
+
+
 def sync(path: Path) -> None:
     """Wait until a file's bytes, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -160,23 +171,35 @@ def append(path: Path, content: str, on_disk: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def lock(path: Path, what: str) -> Iterator[None]:
+def lock(path: Path, what: str, waits: bool = False) -> Iterator[None]:
     """Hold the lock at `path` in this block. It ends with its process, however that ends; the empty file stays.
 
     The standard library's flock: the package filelock would fall back to a file that outlives its process.
-    what: what is in use, for the message.
+    what: what is in use, for the message. waits: until another job is done, in place of a refusal.
     Where there are no locks, one line says so, and nothing is locked. Raises: Refusal.
     """
     with contextlib.ExitStack() as stack:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks no file that is open for reading
             stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Refusal(f"{what} is in use by another job; wait for it, or choose another folder") from None
+            while not _is_locked(descriptor):
+                if not waits:
+                    raise Refusal(f"{what} is in use by another job; wait for it, or choose another folder")
+                notice(f"{what} is in use by another job; this job waits for it")
+                time.sleep(0.2)
+                Progress.total += 1  # the job that has the lock watches itself
         except OSError as error:
             notice(f"warning: {path} cannot be locked ({error.strerror}), so another job would not be noticed")
         yield
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Whether this process has the lock now, of a file that it has opened."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def records(path: Path, samples: float = math.inf) -> list[dict]:

@@ -10,14 +10,8 @@ import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flux_ref.errors import Refusal
+from flux_ref.errors import Progress, Refusal
 from flux_ref.files import naming
-
-
-class Moved:
-    """Bytes that this process has moved between memory and disk. The hang watch counts them as progress."""
-
-    total = 0
 
 
 @contextmanager
@@ -37,7 +31,7 @@ def read_rows(path: Path, name: str, first: int, count: int, what: str) -> Tenso
     """Rows of a tensor, in the file's dtype. what: as for `opened`. Raises: Refusal."""
     with opened(path, what) as file:
         rows = file.get_slice(name)[first : first + count]
-    Moved.total += rows.nbytes
+    Progress.total += rows.nbytes
     return rows
 
 
@@ -51,14 +45,14 @@ def write(path: Path, tensors: dict[str, Tensor]) -> int:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    Moved.total += len(content)
+    Progress.total += len(content)
     return zlib.crc32(content)
 
 
 def crc32(path: Path) -> int:
     """The CRC-32 of a file's bytes. Takes the file's size of host memory. Raises: OSError."""
     content = path.read_bytes()
-    Moved.total += len(content)
+    Progress.total += len(content)
     return zlib.crc32(content)
 
 
