@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int:
     with contextlib.ExitStack() as stack:
         alive = stack.enter_context(Alive("eval.py", cfg.run.hang_s))
         world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
+        alive.share(world.store)
         # Training may save and delete checkpoints while ranks look.
         names = ranks.gather_objects([str(path) for path in paths])[0]
         sharding.choose_compiler_folder(cfg, world, stack)
@@ -103,7 +104,8 @@ def evaluate(cfg: Config, world: World, paths: list[Path], options: argparse.Nam
     """
     with ranks.agreed():
         # A wrong file is named before the data set is opened.
-        weights.open_source(paths[0], cfg.model, options.ema)
+        if paths[0].exists():  # else training has deleted it; see below
+            weights.open_source(paths[0], cfg.model, options.ema)
         unknown = toy.unknown_words(options.prompts, cfg)
         val_set = None
         if not (options.draw_only and options.prompts):
@@ -117,9 +119,17 @@ def evaluate(cfg: Config, world: World, paths: list[Path], options: argparse.Nam
     arithmetic = arithmetic_of(cfg)
     steps = Validator(sharding.build(cfg, world, None, arithmetic), cfg, world)
     for path in paths:
-        with ranks.agreed():
-            source = weights.open_source(path, cfg.model, options.ema)
-            weights.load(steps.net, source)
+        try:
+            with ranks.agreed():
+                source = weights.open_source(path, cfg.model, options.ema)
+                weights.load(steps.net, source)
+        except Refusal as refusal:
+            if not (newer := replaced(path, options.path)):
+                raise
+            errors.notice(f"{refusal}; the newest is {newer}")
+            if newer not in paths:
+                paths.append(newer)  # read by this loop
+            continue
         known = {key: int(source.info[key]) for key in ("samples", EMA) if key in source.info}
         record = {"weights": str(path), "name": source.info.get("name"), "samples": None, **known}
         samples = known.get("samples", 0)
@@ -138,6 +148,14 @@ def evaluate(cfg: Config, world: World, paths: list[Path], options: argparse.Nam
                 record["unknown_words"] = unknown
         if world.rank == 0:
             print(json.dumps(record) if options.json else text(record))
+
+
+def replaced(path: Path, given: Path) -> Path | None:
+    """The newest checkpoint of the run that a user gave, if training has deleted the one at `path`. Collective."""
+    with ranks.agreed():
+        newest = None if path.exists() else weights.find(given)
+    found = ranks.gather_objects(newest and str(newest))[0]
+    return Path(found) if found else None
 
 
 def artist_of(cfg: Config, world: World, val_set: ValSet | None, options: argparse.Namespace, at: Say) -> Any:

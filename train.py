@@ -21,12 +21,12 @@ DEFAULT = "configs/tiny.toml"
 if __name__ == "__main__":
     config_file.announce(sys.argv[1:], DEFAULT)  # before the imports below, which load torch: seconds on a slow disk
 
-from flux_ref import checkpoint, config, errors, folder, graphs, ranks, schedule, sharding, shards, toy, weights
+from flux_ref import config, errors, folder, graphs, ranks, schedule, sharding, shards, toy, weights
 from flux_ref.alive import Alive
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.benchmark import closed, convergence
 from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
-from flux_ref.checkpoint import Saver, load
+from flux_ref.checkpoint import Records, Saver, load
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
 from flux_ref.errors import Interrupted
@@ -41,12 +41,15 @@ def main(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(__doc__ + config_file.key_list())
         return 0
-    cfg = config_file.load(*config_file.config_and_overrides(argv, default=DEFAULT))
+    path, overrides = config_file.config_and_overrides(argv, default=DEFAULT)
+    cfg = config_file.load(path, overrides)
+    folder.require_own(path, cfg, overrides)
     batch = cfg.train.global_batch
     with contextlib.ExitStack() as stack:
         # Prepare: ranks, data sets, the run's folder
         alive = stack.enter_context(Alive("train.py", cfg.run.hang_s))
         world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
+        alive.share(world.store)
         config_file.validate_world(cfg, world.size)
         arithmetic = arithmetic_of(cfg)
         arithmetic.require(config.micro_batch(cfg, world.size))
@@ -86,29 +89,27 @@ def main(argv: list[str]) -> int:
             weights.load_everywhere(net, Path(imported), cfg.model)
         state = State(net, cfg, world)
         runner = graphs.runner(state, cfg, world)
-        saved_step = checkpoint.step_of(saved) if saved else None
-        saver = Saver(cfg, world, state, sizes, report.say, saved_step) if cfg.checkpoint.save else None
+        saver = Saver(cfg, world, state, sizes, report.say, saved) if cfg.checkpoint.save else None
         if saver:
             stack.callback(saver.wait)
-        alive.mark("the first step of the warm-up")
-        runner.warm_up()
-        alive.mark("capturing the steps")
-        runner.capture()
+        runner.warm_up(alive.mark)
+        runner.capture(alive.mark)
         if saved:
             alive.mark("loading the checkpoint")
-            load(saved, state)
+            info = load(saved, state)
         # What can be refused has been refused: from here on the run writes into its folder
-        renamed_run = folder.begin(cfg, world, saved)
+        renamed_run = folder.begin(cfg, world, saved, stack)
         log.write_to(config.run_dir(cfg) / folder.LOG if world.rank == 0 else Path(os.devnull))
         if renamed_run:
             report.say(f"  {renamed_run}")
         report.write_environment(runner.graph_bytes)
         if saved:
-            report.resume(state.step, state.samples)
+            report.resume(info)
             log.disqualify(f"{RESUMED} {state.step}")
 
         # Train, until the target or train.max_samples is reached
         reached = False
+        stack.enter_context(errors.faults())
         log.run_start()  # spec: the first byte of training and validation data is read after this
         try:
             ranks.barrier()  # rank 0 has the clock; no rank reads before it has started
@@ -145,23 +146,27 @@ def main(argv: list[str]) -> int:
                 if saver and schedule.saves(state.samples, cfg):
                     report.require_healthy(runner.health)
                     saver.save(state)  # before the evaluation: a run that breaks off in an evaluation repeats it
-                alive.stop_point(f"the end of step {state.step}")  # raises Interrupted after a signal, on all ranks
+                alive.fail(report.failure or log.failure)
+                alive.stop_point(f"the end of step {state.step}")  # raises Interrupted on all ranks
         except BaseException as error:
             try:
                 if isinstance(error, Interrupted):
                     report.require_healthy(runner.health)
-                    save_and_wait(saver, state)
+                    report.flush()
+                    save_and_wait(saver, state, f"{error}; ", report.unwritten)
                     rest = "the same command goes on from there" if saver else "checkpoint.save=false saves nothing"
                     report.say(f"{error} after step {state.step}; {rest}")
             finally:
-                with contextlib.suppress(OSError):  # the disk may be the reason
-                    log.run_stop(state.samples, success=False, reason=str(error) or type(error).__name__)
+                log.run_stop(state.samples, success=False, reason=str(error) or type(error).__name__)
             raise
         outcome = folder.REACHED if reached else folder.ENDED
         log.run_stop(state.samples, reached, outcome)
 
         # The end: the last checkpoint, and pictures, which need the memory of the graphs
-        save_and_wait(saver, state)
+        report.flush()
+        save_and_wait(saver, state, unwritten=report.unwritten)
+        if failure := report.failure or log.failure:
+            raise failure
         alive.let_go()
         runner.close()
         if gallery:
@@ -184,11 +189,14 @@ def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
         return TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)
 
 
-def save_and_wait(saver: Saver | None, state: State) -> None:
-    """Save a checkpoint, and return when it is saved. Collective."""
+def save_and_wait(saver: Saver | None, state: State, reason: str = "", unwritten: Records = ()) -> None:
+    """Save a checkpoint, and return when it is saved. Collective.
+
+    reason: of the save, for the message of a Fault. unwritten: as for Saver.save.
+    """
     if saver:
-        saver.save(state)
-        saver.finish()
+        saver.save(state, unwritten)
+        saver.finish(reason)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What keeps a run from hanging: a timer on every rank, signals, and the end of the launcher.
 
-The timer counts the time in which this process ran, so a pause (Ctrl-Z, docker pause) is no hang. Without progress for
-run.hang_s seconds the rank prints where it is and ends. torchrun then ends the other ranks, and with --max-restarts it
-starts the job again from its last checkpoint.
+The timer counts the time in which this process ran, so a pause (Ctrl-Z, docker pause) is no hang. Progress of any rank
+counts for all ranks: a rank that waits for a slower one does not hang. Without progress for run.hang_s seconds the rank
+prints where it is and ends. torchrun then ends the other ranks, and with --max-restarts it starts the job again from
+its last checkpoint.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from datetime import timedelta
 from types import FrameType
 from typing import Any, Self
 
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from flux_ref import ranks
-from flux_ref.errors import Fault, Interrupted, Progress
+from flux_ref.errors import Fault, Interrupted, Progress, told
 
 # They save a checkpoint and end the run: torchrun, job schedulers ahead of a limit (the next three), a closed terminal,
 # Ctrl-\.
@@ -36,6 +38,7 @@ NOTICE = b"\nCtrl-C: the run ends after one more step; a second Ctrl-C ends it a
 PACKAGE = os.path.dirname(os.path.abspath(__file__))
 TICK_S = 1.0
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it
+FAILED = 127  # stands for a failure among the numbers of signals; larger than all of them
 
 
 class Alive:
@@ -43,6 +46,9 @@ class Alive:
 
     From the first `stop_point` on it also acts on signals. Before it there is nothing to save.
     """
+
+    store: dist.Store | None = None  # for the progress of all ranks
+    told = 0  # this rank's progress that the store has
 
     def __init__(self, name: str, limit_s: float):
         """name: of the script, for messages."""
@@ -53,6 +59,7 @@ class Alive:
         self.launcher = os.getppid() if LAUNCHED in os.environ else None
         self.closed = threading.Event()
         self.signal = 0
+        self.reason = "another rank has a failure and names it"
         self.group: dist.ProcessGroup | None = None
         self.largest = torch.zeros(1, dtype=torch.int64)  # of the signals of all ranks
         self.sent: dist.Work | None = None
@@ -65,6 +72,11 @@ class Alive:
     def __exit__(self, *error: object) -> None:
         self.closed.set()
         self.let_go()
+
+    def share(self, store: dist.Store) -> None:
+        """From now on the progress of any rank counts. store: World.store, whose calls wait for no other call."""
+        store.set_timeout(timedelta(seconds=5 * TICK_S))
+        self.store = store
 
     def mark(self, place: str) -> None:
         """Note the place of this rank. Each call counts as progress, as do bytes of weights that move."""
@@ -79,14 +91,26 @@ class Alive:
             before = now
             now = time.monotonic()
             idle_s += min(now - before, 2 * TICK_S)  # this thread was late by more: the process was stopped
-            progress = self.marks + Progress.total
+            if self.launcher not in (None, os.getppid()):  # this rank would hold memory, devices and the run's folder
+                self._end("torchrun has died")
+            progress = self._progress()
             if progress != seen:
                 seen = progress
                 idle_s = 0.0
-            if self.launcher not in (None, os.getppid()):  # this rank would hold memory, devices and the run's folder
-                self._end("torchrun has died")
             if self.limit_s and idle_s > self.limit_s:
                 self._end(self.stuck())
+
+    def _progress(self) -> int:
+        """A number that changes with each progress of any rank. Without the store it is this rank's."""
+        own = self.marks + Progress.total
+        if self.store:
+            try:
+                total = self.store.add("progress", own - self.told)
+                self.told = own
+                return total
+            except RuntimeError:  # the node of the store is down
+                self.store = None
+        return own
 
     def stuck(self) -> str:
         """Where this rank stands, in words."""
@@ -114,17 +138,26 @@ class Alive:
         elif number == (signal.SIGTERM if LAUNCHED in os.environ else signal.SIGINT):
             os._exit(128 + signal.SIGINT)  # torchrun repeats the first Ctrl-C, and makes SIGTERM of a second one
 
+    def fail(self, failure: OSError | None) -> None:
+        """Let all ranks stop at the next stop point, if there is a failure: a file of this rank cannot be written."""
+        if failure:
+            self.signal = FAILED
+            self.reason = told(failure)
+
     def stop_point(self, place: str) -> None:
         """Note the place of this rank after each step and each validation batch. Collective.
 
         The ranks exchange their signals at one call and read the result at the next call, so that no rank waits.
-        Raises: Interrupted, on every rank at the same call, if any rank has received a signal.
+        Raises: Interrupted, on every rank at the same call, if any rank has received a signal or has a failure.
         """
         self.mark(place)
         if self.sent:
             self.sent.wait()
-            if number := int(self.largest):
-                raise Interrupted(number)
+            number = int(self.largest)
+            if number == FAILED:
+                raise Interrupted(self.reason)
+            if number:
+                raise Interrupted("", number)
         else:
             self.group = ranks.host_group("stop")
             for number in SIGNALS:

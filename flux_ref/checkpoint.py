@@ -18,20 +18,21 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from flux_ref import config, files, ranks, sharding, tensors
+from flux_ref import config, files, ranks, schedule, sharding, tensors
 from flux_ref.config import Config, Shapes
 from flux_ref.errors import Fault, Refusal, Say, one_line
 from flux_ref.ranks import World
 from flux_ref.step_runner import State
 
 MANIFEST = "manifest.json"
+FORMAT = 2  # of the manifest and the files
 NAMES = "step_" + 9 * "[0-9]"  # as of files
 FILE_BYTES = 2**28  # writing takes as much host memory; a reader of some rows reads the whole file, for its checksum
 HISTORY = "fp8.history."  # and a layer: how the keys of delayed scales begin
@@ -61,6 +62,8 @@ def prune(run: Path, keep: int) -> None:
     for path in files.matching(folder_of(run), ".step_*"):
         shutil.rmtree(path, ignore_errors=True)
 
+
+Records = Sequence[tuple[str, str]]  # the name of a file of the run, and a line for it
 
 # The rows of a state that a rank holds
 
@@ -150,7 +153,12 @@ def write_rank(folder: Path, rank: int, groups: list[Rows]) -> Written:
 
 def write_manifest(folder: Path, info: dict, shapes: dict[str, list[int]], written: list[Written]) -> None:
     """Complete a checkpoint. info: what it says of the training. shapes: of all tensors. written: by all ranks."""
-    content = {"info": info, "shapes": shapes, "files": {name: file for part in written for name, file in part.items()}}
+    content = {
+        "format": FORMAT,
+        "info": info,
+        "shapes": shapes,
+        "files": {name: file for part in written for name, file in part.items()},
+    }
     files.write_whole(folder / MANIFEST, json.dumps(content | {"crc32": _checksum(content)}))
 
 
@@ -159,12 +167,25 @@ def _checksum(content: dict) -> int:
     return zlib.crc32(json.dumps(content).encode())
 
 
-def require_space(folder: Path, size: int) -> None:
-    """Raises: OSError unless so many bytes fit. A full disk would have no place for logs either."""
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        room = f"{free / 1e9:.3g} GB free and a checkpoint takes {size / 1e9:.3g} GB"
-        raise OSError(f"{folder} has {room}; set run.dir to another disk or checkpoint.save=false")
+def require_space(folder: Path, size: int, count: int = 1) -> None:
+    """Raises: OSError unless `count` checkpoints of so many bytes fit. A full disk has no place for logs either."""
+    disk = shutil.disk_usage(folder)
+    if disk.total and disk.free < count * size:  # some file systems of FUSE do not tell their size
+        room = f"{disk.free / 1e9:.3g} GB free; {count} x {size / 1e9:.3g} GB are needed for checkpoints"
+        remedy = "free its disk, set run.dir to another disk, lower checkpoint.keep, or set checkpoint.save=false"
+        raise OSError(f"{folder} has {room}; {remedy}")
+
+
+def most_new(cfg: Config, there: int, samples: int) -> int:
+    """How many more checkpoints a run will hold for a moment, when a new one is whole and the oldest is not yet gone.
+
+    there: checkpoints that it has. samples: trained so far.
+    """
+    batch = cfg.train.global_batch
+    left = schedule.steps_for(cfg.train.max_samples, batch) - samples // batch  # steps
+    every = cfg.checkpoint.every_samples or (cfg.eval.every_samples if cfg.data.val else 0)
+    saves = schedule.steps_for(left, schedule.steps_for(every, batch)) if every else 1
+    return max(1, min(cfg.checkpoint.keep + 1 - there, saves))
 
 
 class Saver:
@@ -180,14 +201,14 @@ class Saver:
         state: State,
         facts: dict[str, int],
         say: Say,
-        saved: int | None = None,
+        saved: Path | None = None,
     ):
         """Takes the host memory of the copies. Collective.
 
         facts:  {"train_samples", "val_samples"}, for the manifest: sizes of the run's data.
-        saved:  the step of the checkpoint that the run starts from, which is not saved again.
-        Raises: Refusal if the disk cannot hold one checkpoint, or if a rank cannot write to it; RuntimeError if a rank
-        lacks this memory.
+        saved:  the checkpoint that the run starts from, which is not saved again.
+        Raises: Refusal if the disk cannot hold all checkpoints of the run, or if a rank cannot write to it;
+        RuntimeError if a rank lacks this memory.
         """
         self.cfg = cfg
         self.world = world
@@ -199,20 +220,23 @@ class Saver:
         self.shapes = {key: list(row.shape) for key, row in rows.items()}
         self.bytes = sum(row.shape.numel() * row.local.itemsize for row in rows.values())  # of one checkpoint
         self.thread: threading.Thread | None = None
-        self.step = saved  # of the newest save
+        self.step = step_of(saved) if saved else None  # of the newest save
+        self.whole = self.step  # step of the newest checkpoint that is whole
         self.failure: str | None = None  # why the newest save failed
-        self._require_place()
+        self._require_place(saved)
         with ranks.agreed():
             self.host = host_copies(rows_to_write(rows, world), world.pin)
 
-    def _require_place(self) -> None:
-        """Rank 0 makes a file among the checkpoints, or above, and every rank looks for it."""
+    def _require_place(self, saved: Path | None) -> None:
+        """Rank 0 makes a file among the checkpoints, or above, and every rank looks for it. saved: see `__init__`."""
         place = folder_of(self.run).resolve()  # it may link to a larger disk
         folder = next(path for path in (place, *place.parents) if path.exists())
         trial = folder / f".{self.run.resolve().name}.trial{files.PARTIAL}"
         with ranks.agreed():
             if self.world.rank == 0:
-                require_space(folder, self.bytes)
+                there = len(list_checkpoints(self.run)) if saved else 0  # others lie aside by then
+                samples = Checkpoint(saved).info["samples"] if saved else 0
+                require_space(folder, self.bytes, most_new(self.cfg, there, samples))
                 trial.touch()
         try:
             with ranks.agreed():
@@ -222,8 +246,11 @@ class Saver:
             if self.world.rank == 0:
                 trial.unlink()
 
-    def save(self, state: State) -> None:
-        """Begin to save a state, unless this step is saved already. Waits for the save before. Collective."""
+    def save(self, state: State, unwritten: Records = ()) -> None:
+        """Begin to save a state, unless this step is saved already. Waits for the save before. Collective.
+
+        unwritten: records that could not be written into the run's folder; a run that goes on from here writes them.
+        """
         self.wait()
         if self.step == state.step and self.failure is None:
             return
@@ -231,6 +258,7 @@ class Saver:
         info = {
             "step": state.step,
             "samples": state.samples,
+            "unwritten": list(unwritten),
             **self.facts,
             "name": self.cfg.name,
             "config": config.flat(self.cfg),
@@ -248,11 +276,15 @@ class Saver:
         if self.thread:
             self.thread.join()
 
-    def finish(self) -> None:
-        """Wait for the newest save. Raises: Fault, on every rank, if it failed."""
+    def finish(self, reason: str = "") -> None:
+        """Wait for the newest save. Raises: Fault, on every rank, if it failed. reason: as of train.save_and_wait."""
         self.wait()
         if self.failure is not None:
-            raise Fault(f"checkpoint of step {self.step} is not saved: {self.failure}")
+            raise Fault(f"{reason}checkpoint of step {self.step} is not saved: {self.failure}; {self._loss()} is lost")
+
+    def _loss(self) -> str:
+        """What no checkpoint holds."""
+        return "all training" if self.whole is None else f"what came after step {self.whole}"
 
     def _save(self, info: dict, wait_for_copy: Callable[[], None]) -> None:
         """In a thread of its own, on every rank."""
@@ -262,11 +294,13 @@ class Saver:
         self.failure = None
         try:
             self._write(final, partial, info, wait_for_copy)
+            self.whole = info["step"]
         except Exception as error:  # on every rank: disks fill up
             self.failure = one_line(error)
         if self.world.rank == 0 and self.failure:
             files.remove(partial)
-            self.say(f"checkpoint {final} NOT saved: {self.failure}; older ones are untouched, training goes on")
+            rest = f"older ones are untouched; training goes on, but if it stops, {self._loss()} is lost"
+            self.say(f"checkpoint {final} NOT saved: {self.failure}; {rest}")
         elif self.world.rank == 0:
             prune(self.run, self.cfg.checkpoint.keep)
             self.say(f"checkpoint {final} saved in {time.perf_counter() - begin:.1f} s")
@@ -302,11 +336,14 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path):
-        """Raises: Refusal if the manifest is missing or damaged."""
+        """Raises: Refusal if the manifest is missing, damaged or of another format."""
         self.folder = folder
         self._right: set[str] = set()  # files whose checksum was right
         path = folder / MANIFEST
         content = files.json_object(path.read_bytes()) if path.is_file() else {}
+        if content and content.get("format") != FORMAT:
+            remedy = "continue its run with the code that wrote it (environment.json names the commit)"
+            raise Refusal(f"checkpoint {folder} has format {content.get('format')}, not {FORMAT}; {remedy}")
         if content.pop("crc32", None) != _checksum(content):
             raise self._damaged(path)
         self.info: dict = content["info"]
@@ -325,22 +362,37 @@ class Checkpoint:
             low = max(first, start)
             high = min(end, start + length)
             if low < high:
-                path = self.folder / name
-                if name not in self._right and (not path.is_file() or tensors.crc32(path) != self.files[name][0]):
-                    raise self._damaged(path)
-                self._right.add(name)
-                pieces.append(tensors.read_rows(path, key, low - start, high - low, "checkpoint file"))
+                pieces.append(self._rows(name, key, low - start, high - low))
         return torch.cat(pieces)
+
+    def _rows(self, name: str, key: str, first: int, count: int) -> Tensor:
+        """Rows of a tensor in one of the files. Raises: Refusal."""
+        path = self.folder / name
+        try:
+            if name not in self._right and (not path.is_file() or tensors.crc32(path) != self.files[name][0]):
+                raise self._damaged(path)
+            self._right.add(name)
+            return tensors.read_rows(path, key, first, count, "checkpoint file")
+        except (OSError, Refusal):
+            if self.folder.exists():
+                raise
+            raise self._damaged(path) from None
 
     def _damaged(self, path: Path) -> Refusal:
         """What is damaged, and what to do. Nothing takes another checkpoint by itself: a run would train twice."""
+        if not self.folder.exists():
+            return Refusal(
+                f"checkpoint {self.folder} was deleted while it was read; a run that trains deletes old ones"
+            )
         aside = shlex.join(("mv", str(self.folder), f"{self.folder}.damaged"))
         remedy = f"`{aside}` lets the run go on from the checkpoint before it"
         return Refusal(f"checkpoint file {path} is missing or damaged (checksum differs); {remedy}")
 
 
-def load(path: Path, state: State) -> None:
+def load(path: Path, state: State) -> dict:
     """Fill weights, moments, history and counters from a checkpoint of the same run. Collective. Raises: Refusal.
+
+    Returns: what the checkpoint says of the training.
 
     Each rank reads only its own rows. A layer that is absent in the checkpoint had no delayed sides so far, so its
     history begins empty, as it would have in a run that knew all stages from the start.
@@ -355,3 +407,4 @@ def load(path: Path, state: State) -> None:
     state.arithmetic.set_scales()
     state.set_counters(saved.info["step"], saved.info["samples"])
     state.opt.set_steps(state.step)
+    return saved.info

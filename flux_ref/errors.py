@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,11 +50,12 @@ class Fault(Stop):
 
 
 class Interrupted(Stop):
-    """A signal has stopped the command."""
+    """All ranks stop the command at one point, after a signal or, with the exit code of a fault, after a failure."""
 
-    def __init__(self, number: int):
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
+    def __init__(self, reason: str, number: int = 0):
+        """reason: why; "" after a signal. number: of the signal."""
+        super().__init__(reason or f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number if number else Fault.exit_code
 
 
 class Options(argparse.ArgumentParser):
@@ -114,7 +115,7 @@ def in_words(error: BaseException) -> Stop | None:
     if isinstance(error, Stop):
         return error
     if isinstance(error, KeyboardInterrupt):
-        return Interrupted(signal.SIGINT)
+        return Interrupted("", signal.SIGINT)
     if isinstance(error, ModuleNotFoundError):
         return Refusal(f"{error.name} is not here; install it, or change the key or option that asks for it")
     if isinstance(error, OSError):
@@ -130,6 +131,15 @@ def in_words(error: BaseException) -> Stop | None:
         time.sleep(LINGER_S)  # another rank broke and prints the reason; meanwhile torchrun ends this rank
         return Fault(f"lost another rank: {text}", alone=True)
     return None
+
+
+@contextmanager
+def faults() -> Iterator[None]:
+    """For a block that trains: an OSError in it is a fault, since a start may find another disk."""
+    try:
+        yield
+    except OSError as error:
+        raise Fault(told(error), alone=True) from error
 
 
 def complain(name: str, stop: Stop) -> None:

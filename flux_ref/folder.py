@@ -1,8 +1,24 @@
-"""Which run a folder holds, who may write into it, and from where a run in it goes on.
+"""Which run a folder holds, who may write into it, and from where a run in it goes on. Rank 0 does all of this.
 
-Rank 0 does all of this. A run without outcome.json is unfinished; the same command continues it from its last
-checkpoint. Nothing is written before `begin`, so a start that is refused changes nothing. Nothing is deleted: a run
-that does not go on, because it has no checkpoint or by run.overwrite=true, is renamed to NAME.1 (or .2, ...).
+What a start of train.py does with the run's folder:
+
+    the folder holds                            the same command                 with run.overwrite=true
+    nothing, or it is not there                 begins                           begins
+    files, but no config.toml                   refuses                          refuses
+    a run without a checkpoint                  moves it aside, begins           the same
+    a run with a checkpoint, not finished       goes on from the newest          moves it aside, begins
+    a finished run                              refuses; goes on if extended     moves it aside, begins
+    a run of another config or other data       refuses                          moves it aside, begins
+    a newest checkpoint that is damaged, or of  refuses                          moves it aside, begins
+      another format
+    a run that another job writes               refuses                          refuses
+
+A run without outcome.json is not finished. A greater train.max_samples or a lower eval.target extends a finished one.
+Aside is NAME.1 (or .2, ...). Where the folder is a mount, or its parent may not be written, aside is NAME/older.1.
+A restart by torchrun goes on with what its own job began, also with run.overwrite=true. A config.toml in a run's folder
+is a config for this folder only: a copy or a moved run must be given its --run.dir. Links count as what they lead to.
+
+Nothing but empty lock files is written before `begin`, so a start that is refused changes no run. Nothing is deleted.
 """
 
 import os
@@ -20,54 +36,93 @@ from flux_ref.ranks import World
 CONFIG = "config.toml"
 LOG = "result_0.txt"
 OUTCOME = "outcome.json"
+LOCK = ".lock"
+OLDER = "older."  # and a number: older runs inside a folder that cannot be renamed
 REACHED, ENDED = "target reached", "train.max_samples reached"  # how a run came to its end
 REMEDY = "set run.dir to another folder, or run.overwrite=true to begin anew"
 SWITCH = "precision.switch"  # its entries that begin after the checkpoint may change
+
+
+def require_own(path: str, cfg: Config, overrides: list[str]) -> None:
+    """Raises: Refusal for the config.toml of a run that names the folder of another run, as after a copy or a move."""
+    folder = Path(path).parent
+    is_of_run = Path(path).name == CONFIG and (folder / LOG).exists()
+    is_given = any(text.startswith("--run.dir=") for text in overrides)
+    if is_of_run and not is_given and config.run_dir(cfg).resolve() != folder.resolve():
+        raise Refusal(f"{path} lies in a run's folder, but its run.dir is {cfg.run.dir}; give --run.dir={folder}")
 
 
 @contextmanager
 def held(cfg: Config, world: World, sizes: dict[str, int]) -> Iterator[Path | None]:
     """Holds the run's folder in this block. Gives the checkpoint from which its run goes on, None if it begins.
 
+    Two locks: one beside the folder for its name, and one in it, as containers may mount it under several names.
     Collective. sizes: {"train_samples", "val_samples"} of the data.
     Raises: Refusal if another job has the folder, or if its run cannot go on with this config and data.
     """
-    # A job that torchrun starts again must not rename its own run. Only the node that failed counts its restarts.
-    restarted = any(ranks.gather_objects(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
-    folder = config.run_dir(cfg).resolve()  # names that link to it share its lock
+    folder = config.run_dir(cfg).resolve()
     with ExitStack() as stack:
         saved = None
         with ranks.agreed():
             if world.rank == 0:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(files.lock(folder.with_name(f".{folder.name}.lock"), str(folder)))
-                if files.matching(folder, "[!.]*") and not (folder / CONFIG).exists():
+                if _content(folder) and not (folder / CONFIG).exists():
                     raise Refusal(f"{folder} holds files but no run; set run.dir to another folder")
-                if restarted or not cfg.run.overwrite:
+                if folder.exists():
+                    stack.enter_context(files.lock(folder / LOCK, str(folder)))
+                if not cfg.run.overwrite or world.store.check([_begun_by_job(folder)]):
                     saved = _checkpoint(cfg, folder, sizes)
         found = ranks.gather_objects(saved and str(saved))[0]
         yield Path(found) if found else None
 
 
-def begin(cfg: Config, world: World, saved: Path | None) -> str:
+def begin(cfg: Config, world: World, saved: Path | None, stack: ExitStack) -> str:
     """Make the folder of a run that is about to train. Returns what became of an older run. Collective.
 
-    saved: the checkpoint that `held` gave. Raises: Refusal.
+    saved: the checkpoint that `held` gave. stack: holds the lock of a new folder. Raises: Refusal.
     """
-    renamed_run = ""
+    told = ""
     with ranks.agreed():
         if world.rank == 0:
-            folder = config.run_dir(cfg)
+            folder = config.run_dir(cfg).resolve()
             if not saved and (folder / CONFIG).exists():
-                aside = next(path for n in count(1) if not (path := Path(f"{folder}.{n}")).exists())
-                folder.rename(aside)
-                renamed_run = f"the run that was in {folder} lies in {aside}"
-            folder.mkdir(exist_ok=True)
-            own = config_file.replace(cfg, run__dir=str(folder), run__overwrite=False)
+                reason = "" if cfg.run.overwrite else " has no checkpoint to go on from, so this run begins anew; it"
+                told = f"the run that was in {folder}{reason} lies in {_move_aside(folder)}"
+            if not folder.exists():
+                folder.mkdir()
+                stack.enter_context(files.lock(folder / LOCK, str(folder)))
+            for place in (folder, folder / "samples"):
+                files.clear(place)
+            own = config_file.replace(cfg, run__dir=str(config.run_dir(cfg)), run__overwrite=False)
             files.write_whole(folder / CONFIG, config_file.dump(own))
             files.remove(folder / OUTCOME)  # of a run that is extended
             checkpoint.prune(folder, cfg.checkpoint.keep)
-    return renamed_run
+            world.store.set(_begun_by_job(folder), "")
+    return told
+
+
+def _begun_by_job(folder: Path) -> str:
+    """A key of torchrun's store, which outlives restarts: this job has begun or continued the run in the folder."""
+    return f"begun {folder}"
+
+
+def _content(folder: Path) -> list[Path]:
+    """What a user sees in a folder, without what a new file system has and without older runs."""
+    return [path for path in files.matching(folder, "[!.]*") if not path.name.startswith((OLDER, "lost+found"))]
+
+
+def _move_aside(folder: Path) -> Path:
+    """Make place for a new run. Returns where the old one lies then."""
+    aside = next(path for n in count(1) if not os.path.lexists(path := Path(f"{folder}.{n}")))
+    try:
+        folder.rename(aside)
+    except OSError:  # a mount, or a parent that may not be written
+        aside = next(path for n in count(1) if not ((path := folder / f"{OLDER}{n}") / CONFIG).exists())
+        aside.mkdir(exist_ok=True)
+        for path in sorted(_content(folder), key=lambda path: path.name == CONFIG):  # last: a killed move goes on
+            path.rename(aside / path.name)
+    return aside
 
 
 def _checkpoint(cfg: Config, folder: Path, sizes: dict[str, int]) -> Path | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flux_ref import ranks
 from flux_ref.config import Config
-from flux_ref.errors import Fault, Refusal
+from flux_ref.errors import Fault, Refusal, Say
 from flux_ref.ranks import World
 from flux_ref.step_runner import State, StepRunner
 
@@ -106,8 +106,8 @@ class CapturedRunner(StepRunner):
             return super().validate()
         self.graphs[f"validate {self.state.arithmetic.phase(self.state.step)}"].replay()
 
-    def warm_up(self) -> None:
-        super().warm_up()
+    def warm_up(self, at: Say = lambda place: None) -> None:
+        super().warm_up(at)
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats()
         before = torch.accelerator.memory_reserved()
@@ -117,12 +117,13 @@ class CapturedRunner(StepRunner):
         if self.cfg.data.kind != "toy":
             self.drawing_bytes += DECODING_BYTES
 
-    def capture(self) -> None:
+    def capture(self, at: Say = lambda place: None) -> None:
         """Capture the steps and prove the graphs. The weights stay; what a step remembers is reset. Collective.
 
         Call it after `warm_up` and before a checkpoint is loaded. Raises: Fault.
         """
         weights = bit_sums(self.state)
+        at("the eager steps of the proof")
         with changed(self):
             want = measured(self)
             again = measured(self)
@@ -132,9 +133,11 @@ class CapturedRunner(StepRunner):
         for kind, work in (("train", super().train), ("validate", super().validate)):
             for phase in self.state.arithmetic.phases:
                 self.state.arithmetic.begin(phase)
+                at(f"the capture of {kind} {phase}")
                 graphs[f"{kind} {phase}"] = self._captured(work)
         self.graphs = graphs
         KEPT.append(graphs)
+        at("the proof of the captured steps")
         self.sharded()  # after a capture, FSDP2 takes the weights for gathered
         with changed(self):
             found = measured(self)

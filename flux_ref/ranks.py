@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import cast
 
@@ -36,12 +36,16 @@ PATIENCE = timedelta(days=30)  # of a collective: its clock goes on in a pause. 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks. The mesh has the dimensions (shard,) for FSDP, (replicate, shard) for HSDP."""
+    """This process among all ranks. The mesh has the dimensions (shard,) for FSDP, (replicate, shard) for HSDP.
+
+    store: what all ranks of a job share, also those of later restarts by torchrun. Its calls wait for no other call.
+    """
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
+    store: dist.Store = field(default_factory=dist.HashStore)
 
     @property
     def replicas(self) -> int:
@@ -83,7 +87,8 @@ def start(cfg: ParallelConfig, one_thread: bool = False) -> World:
     # Over several nodes, small and large registered collectives can stall: github.com/NVIDIA/nccl, issue 2389.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     try:
-        store = dist.HashStore() if is_alone else _fresh_store(rank, size)
+        job = dist.HashStore() if is_alone else _job_store(rank, size)
+        store = job if is_alone else _fresh_store(job, rank, size)
         dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
@@ -94,7 +99,7 @@ def start(cfg: ParallelConfig, one_thread: bool = False) -> World:
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch before 2.14
     for group in mesh.get_all_groups():  # they would have the backend's own limit
         set_timeout(PATIENCE, group)
-    return World(rank, size, device, mesh)
+    return World(rank, size, device, mesh, job.clone())
 
 
 def replica_count(wanted: int, nodes: list[str]) -> int:
@@ -121,13 +126,18 @@ def make_mesh(kind: str, size: int, replicate: int) -> DeviceMesh:
     return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
-def _fresh_store(rank: int, size: int) -> dist.Store:
-    """A part of torchrun's store that only the ranks of this attempt write to.
+def _job_store(rank: int, size: int) -> dist.Store:
+    """torchrun's store, without the prefix by which torch tells attempts apart."""
+    store, *_ = next(dist.rendezvous("env://", rank, size))
+    return store.underlying_store if isinstance(store, dist.PrefixStore) else store
+
+
+def _fresh_store(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """A part of a job's store that only the ranks of this attempt write to.
 
     torchrun keeps one store for all its restarts. It is full of the addresses of dead ranks (github.com/pytorch/pytorch
     issue 167288). So rank 0 draws a name. Another rank takes the name once it finds its own token in rank 0's list.
     """
-    store, *_ = next(dist.rendezvous("env://", rank, size))
     own = secrets.token_hex(8)
     if rank == 0:
         store.set("attempt", own)

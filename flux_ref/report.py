@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from flux_ref import config, folder, graphs, loss_chart, ranks, schedule
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.attention import attention_kernel
 from flux_ref.config import Config
-from flux_ref.errors import Fault, Refusal, Say, one_line, printable, progress
+from flux_ref.errors import Fault, Say, one_line, printable, progress
 from flux_ref.evaluate import Validation
 from flux_ref.files import append, cut, write_whole
 from flux_ref.loss_chart import Curve
@@ -46,21 +46,24 @@ class Reporter:
         self.val_curve: Curve = []
         self.bar = tqdm(disable=True)  # until training begins
         self.board: Any = None  # torch's SummaryWriter, where the package tensorboard is installed
+        self.unwritten: list[tuple[str, str]] = []  # records: the name of the file, and the line
+        self.failure: OSError | None = None  # why they are not written: the run must end
 
     def say(self, line: str) -> None:
         """One line on the terminal and in the result file."""
         if self.speaks:
             line = "\n".join(map(printable, line.split("\n")))
-            tqdm.write(line)
+            with suppress(OSError):  # standard output may be a file on a full disk
+                tqdm.write(line)
             self.write(line)
 
     @contextmanager
     def spare(self, what: str) -> Iterator[None]:
-        """The run goes on if this block cannot write its file, a picture. A line says so."""
+        """The run goes on if this block, which shows something, has an error. A line says so."""
         try:
             yield
-        except (OSError, Refusal) as error:
-            self.say(f"{what} NOT drawn: {error}; the run goes on without")
+        except Exception as error:
+            self.say(f"{what} NOT drawn: {one_line(error, 300)}; the run goes on without")
 
     def introduce(self, train_count: int, val_count: int) -> None:
         """Print what runs. train_count, val_count: samples."""
@@ -100,22 +103,28 @@ class Reporter:
         if graph_bytes:
             self.say(f"  graphs  take {graph_bytes / 1e9:.2f} GB outside torch's allocator")
 
-    def resume(self, step: int, samples: int) -> None:
+    def resume(self, info: dict) -> None:
         """Read the records of the run up to its checkpoint, and cut off later ones. Collective. Raises: Refusal.
 
-        The run repeats what came after the checkpoint was saved, with the same results.
+        The run repeats what came after the checkpoint was saved, with the same results. info: of the checkpoint.
         """
+        samples = info["samples"]
         with ranks.agreed():
             if self.speaks:
                 # An evaluation and a drawing at the checkpoint are repeated.
                 evaluates = schedule.evaluates(samples, self.cfg)
                 draws = schedule.due(samples, self.cfg.sample.every_samples, self.cfg.train.global_batch)
+                for name, line in info["unwritten"]:
+                    if json.loads(line) not in cut(self.folder / name, samples):
+                        append(self.folder / name, line)
                 trained = cut(self.folder / "metrics.jsonl", samples)
                 evaluated = cut(self.folder / "eval.jsonl", samples - evaluates)
                 cut(self.folder / PICTURES, samples - draws)
                 self.train_curve = [(record["samples"], record["loss"]) for record in trained]
                 self.val_curve = [(record["samples"], record["val_loss"]) for record in evaluated]
-        self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
+        self.say(
+            f"  resume  the run in this folder, from step {info['step']:,} ({samples:,} samples); not a timed result"
+        )
 
     def begin(self, samples: int, val_count: int, warm_s: float) -> None:
         """Tell how long the rest takes, show the bar, start the clock. val_count, warm_s: as for `forecast`."""
@@ -130,7 +139,8 @@ class Reporter:
                 if getattr(error, "name", None) != "tensorboard":
                     self.say(f"  curves  none, as TensorBoard cannot be imported: {one_line(error, 200)}")
             else:  # what an interrupted run has written after `samples` is left out
-                self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=samples + 1, flush_secs=10)
+                with self.spare("TensorBoard's curves"):
+                    self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=samples + 1, flush_secs=10)
         self.bar = progress(total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks)
         # What the next record is measured from: time of a monotonic clock, samples, seconds of waiting for data
         self.since_s = time.perf_counter()
@@ -186,13 +196,13 @@ class Reporter:
 
     def picture(self, path: Path, samples: int) -> None:
         """A sheet of pictures was drawn."""
-        if self.board:
-            self.board.add_image("pictures", np.asarray(Image.open(path)), samples, dataformats="HWC")
+        self._show(lambda board: board.add_image("pictures", np.asarray(Image.open(path)), samples, dataformats="HWC"))
 
     def judged(self, samples: int, count: int, wrong: dict[str, str]) -> None:
         """Record and print how many pictures show their caption. wrong: {caption: what its picture shows}."""
         right = count - len(wrong)
-        self._record(PICTURES, {"samples": samples, "right": right, "wrong": wrong}, {"pictures/right": right / count})
+        append(self.folder / PICTURES, json.dumps({"samples": samples, "right": right, "wrong": wrong}) + "\n")
+        self._curves(samples, {"pictures/right": right / count})
         self.say(f"samples {samples:>10,}  {right} of {count} pictures show their caption")
         for caption, shown in wrong.items():
             self.say(f"                    {caption!r} looks like {shown!r}")
@@ -200,10 +210,31 @@ class Reporter:
     def _record(self, name: str, record: dict, shown: dict[str, float]) -> None:
         """Append a record to a file, and show figures in TensorBoard."""
         if self.speaks:
-            append(self.folder / name, json.dumps(record) + "\n", on_disk=True)  # before any later checkpoint
-        if self.board:
-            for figure, value in shown.items():
-                self.board.add_scalar(figure, value, record["samples"])
+            self.unwritten.append((name, json.dumps(record) + "\n"))
+            self.flush()
+        self._curves(record["samples"], shown)
+
+    def flush(self) -> None:
+        """Write records, before any later checkpoint. After a failure they wait for another try."""
+        self.failure = None
+        try:
+            while self.unwritten:
+                name, line = self.unwritten[0]
+                append(self.folder / name, line, on_disk=True)
+                del self.unwritten[0]
+        except OSError as error:
+            self.failure = error
+
+    def _curves(self, samples: int, figures: dict[str, float]) -> None:
+        self._show(lambda board: [board.add_scalar(name, value, samples) for name, value in figures.items()])
+
+    def _show(self, what: Callable[[Any], object]) -> None:
+        """Write something to TensorBoard's files. The first error ends them."""
+        board, self.board = self.board, None
+        if board:
+            with self.spare("TensorBoard's curves"):
+                what(board)
+                self.board = board
 
     def _chart(self) -> None:
         with self.spare("loss.png"):
@@ -227,9 +258,7 @@ class Reporter:
 
     def close(self) -> None:
         self.bar.close()
-        if self.board:
-            with suppress(OSError):
-                self.board.close()
+        self._show(lambda board: board.close())
 
 
 def require_finite(first_bad: list[tuple[float, float]], kernel: str) -> None:

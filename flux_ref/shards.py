@@ -30,7 +30,7 @@ import numpy as np
 
 from flux_ref import files
 from flux_ref.config import ModelConfig, Shape, Shapes
-from flux_ref.errors import Refusal, one_line, shown
+from flux_ref.errors import Refusal, counted, one_line, shown
 
 MEMBERS = ("t5", "clip", "mean", "logvar")
 Arrays = dict[str, np.ndarray]  # of one sample, each of MEMBERS: bf16 bits as uint16
@@ -182,7 +182,7 @@ class ShardSet:
         """
         self.layout = layout
         self.paths = paths_of(Path(folder)) if folder else []
-        self.shards = [Shard(path, layout) for path in self.paths]
+        self.shards = [Shard(path, layout) for path in counted(self.paths)]
         # The index of each shard's first sample, and at the end the number of samples.
         self.first = list(accumulate((shard.count for shard in self.shards), initial=0))
 
@@ -191,7 +191,7 @@ class ShardSet:
 
     def __iter__(self) -> Iterator[Sample]:
         """Every sample of an open set, as `sample` gives it."""
-        return map(self.sample, range(len(self)))
+        return map(self.sample, counted(range(len(self))))
 
     def open(self) -> None:
         for shard in self.shards:
@@ -199,7 +199,7 @@ class ShardSet:
 
     def evict(self) -> None:
         """Drop the shards' clean pages from the operating system's cache, where CAN_EVICT. Reads no byte."""
-        for path in self.paths:
+        for path in counted(self.paths):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -11,7 +11,7 @@ import torch
 from flux_ref import schedule, sharding
 from flux_ref.config import Config, rank_batch
 from flux_ref.data import Feed, allocate, copy_next, synthetic
-from flux_ref.errors import Fault
+from flux_ref.errors import Fault, Say
 from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
 from flux_ref.sharding import ShardedFlux
@@ -94,8 +94,10 @@ class StepRunner(Validator):
         self.loss.copy_(loss)
         self.grad_norm.copy_(grad_norm)
 
-    def warm_up(self) -> None:
+    def warm_up(self, at: Say = lambda place: None) -> None:
         """Real steps on synthetic batches before the clock starts. They compile, allocate and connect everything.
+
+        at: called before each step with its name.
 
         spec: weights stay bit-identical, because the optimizer changes no weight at learning rate 0.
         Moments, step counts, the history of scales and the health are reset afterwards. Raises: Fault.
@@ -108,7 +110,8 @@ class StepRunner(Validator):
         state.opt.lr.zero_()
         for phase in state.arithmetic.phases:
             state.arithmetic.begin(phase)
-            for _ in range(self.cfg.train.synthetic_steps):
+            for step in range(self.cfg.train.synthetic_steps):
+                at(f"step {step} of the warm-up, phase {phase}")
                 begin = time.perf_counter()
                 StepRunner.train(self)
                 Validator.validate(self)
@@ -130,8 +133,8 @@ class StepRunner(Validator):
         self.state.arithmetic.reset()
         self.health.restart(0)
 
-    def capture(self) -> None:
-        """Steps that run eagerly need no capture."""
+    def capture(self, at: Say = lambda place: None) -> None:
+        """Steps that run eagerly need no capture. at: called before each capture with its name."""
 
     def shortage(self) -> str:
         """Why no picture can be drawn beside captured steps; "" if it can. The same on all ranks. Collective."""

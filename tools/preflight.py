@@ -137,6 +137,7 @@ def check(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     with Alive("preflight", 3 * args.wait) as alive:  # a node that does not answer would let the others wait for ever
         world = ranks.start(ParallelConfig())
+        alive.share(world.store)
         names = ranks.gather_objects(os.environ.get("SLURMD_NODENAME", os.uname().nodename))
         found = survey(world, args.wait, alive.mark)
     lines: list[str] = []

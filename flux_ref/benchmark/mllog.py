@@ -19,7 +19,7 @@ RESUMED = "resumed from step"  # how the disqualification of a run in several pa
 class LogFile(logging.Handler):
     """Keeps lines until it is known where they go, then appends each to its file.
 
-    error: the first OSError. mlperf-logging swallows what a handler raises, so BenchmarkLog raises the error.
+    error: the first OSError. mlperf-logging swallows what a handler raises, so train.py asks for the error.
     """
 
     path: Path | None = None
@@ -79,15 +79,15 @@ class BenchmarkLog:
         self.mllogger.start(constants.RUN_START)
 
     def block_start(self, samples: int) -> None:
-        """Training goes on. Starts a block unless one has begun; the next evaluation ends the block.
-
-        Raises: OSError if a line could not be written. A log with a gap must end the run.
-        """
+        """Training goes on. Starts a block unless one has begun; the next evaluation ends the block."""
         if not self.in_block:
             self.in_block = True
             self.mllogger.start(constants.BLOCK_START, metadata={"samples_count": samples})
-        if self.file.error:
-            raise self.file.error
+
+    @property
+    def failure(self) -> OSError | None:
+        """Why a line was not written. A log with a gap must end the run."""
+        return self.file.error
 
     def eval_start(self, samples: int) -> None:
         """samples: training samples so far."""
@@ -113,10 +113,8 @@ class BenchmarkLog:
         return "; ".join(self.flaws) or self.rehearsal
 
     def run_stop(self, samples: int, success: bool, reason: str) -> None:
-        """The clock stops. reason: why, in words. Raises: OSError, as block_start does."""
+        """The clock stops. reason: why, in words."""
         status = constants.SUCCESS if success and not self.flaws else constants.ABORTED
         if self.flaw:
             reason += f"; {self.flaw}"
         self.mllogger.end(constants.RUN_STOP, metadata={"status": status, "samples_count": samples, "reason": reason})
-        if self.file.error:
-            raise self.file.error

@@ -80,18 +80,18 @@ class Artist:
                 self.encoded.append([net([text])[0].bfloat16() for net in (nets.t5, nets.clip)])
         self.empty = self.encoded.pop()
 
-    def paint(self, net: nn.Module, at: Say) -> list[np.ndarray]:
-        """A picture of each caption, (3, H, W) about in [-1, 1]; none on ranks other than 0. Collective.
+    def paint(self, net: nn.Module, at: Say) -> list[Tensor]:
+        """The latent of a picture of each caption, (C, Y, X); none on ranks other than 0. Collective.
 
         at: called before each sampling step with its name. It may raise, on all ranks alike.
         """
-        pictures: list[np.ndarray] = []
+        painted: list[Tensor] = []
         with torch.compiler.set_stance("force_eager"):  # batches of pictures have shapes of their own
             for first in range(0, len(self.captions), self.cfg.eval.batch):
                 z_BCYX = self.generate_latents(net, first, at)
                 if self.world.rank == 0:
-                    pictures += map(self._decoded, z_BCYX)
-        return pictures
+                    painted += z_BCYX
+        return painted
 
     @torch.no_grad()
     def generate_latents(self, net: nn.Module, first: int, at: Say) -> Tensor:
@@ -132,9 +132,14 @@ class Artist:
         with sdpa_kernel(SDPBackend.MATH):  # the net's kernels may not support fp32
             return self.autoencoder.decode(z_CYX[None]).sample[0].cpu().numpy()
 
-    def save(self, pictures: list[np.ndarray], path: Path) -> None:
-        """Save pictures above their captions as one PNG."""
+    def save(self, painted: list[Tensor], path: Path) -> list[np.ndarray]:
+        """Decode latents and save the pictures above their captions as one PNG.
+
+        Returns the pictures: (3, H, W) about in [-1, 1].
+        """
+        pictures = [self._decoded(z_CYX.to(self.world.device)) for z_CYX in painted]
         sheet.save(pictures, self.captions, path)
+        return pictures
 
 
 def _texts(arrays: Arrays) -> Encoding:
@@ -157,25 +162,27 @@ class Gallery(Artist):
         """Draw the same captions from the same noise as ever, unless they are drawn. Collective.
 
         Training goes on as without pictures: drawing changes no weight and no number of training, and takes dynamic
-        FP8 scales. A file that cannot be written does not end the run. at: as for `paint`.
+        FP8 scales. What cannot be decoded, written or judged does not end the run. at: as for `paint`.
         """
         samples = state.samples
         if self.newest == samples:
             return
         begin = time.perf_counter()
         self.take_stored(self.samples)
-        pictures = self.paint(state.net, at)
-        path = self.report.folder / "samples" / f"{samples:09d}.png"
-        with self.report.spare(path.name):
-            if pictures:
-                self.save(pictures, path)
-                if self.newest < 0:
-                    own = [self._decoded(z.to(self.world.device)) for z in self.originals]
-                    self.save(own, path.with_stem("originals"))
-                self.report.picture(path, samples)
-                sheet.strip(path.parent, pictures[0].shape[1])
-            self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures: {path}")
-        if pictures and self.cfg.data.kind == "toy" and not self.cfg.data.pictures:
-            self.report.judged(samples, len(pictures), toy.judge(pictures, self.captions))
+        if painted := self.paint(state.net, at):
+            with self.report.spare(f"{samples:09d}.png"):
+                self._show(painted, samples)
         self.newest = samples
         self.report.since_s += time.perf_counter() - begin  # pictures are no part of the rate of training
+
+    def _show(self, painted: list[Tensor], samples: int) -> None:
+        """Save what was drawn after so many training samples, and judge it."""
+        path = self.report.folder / "samples" / f"{samples:09d}.png"
+        pictures = self.save(painted, path)
+        if self.newest < 0:
+            self.save(self.originals, path.with_stem("originals"))
+        self.report.picture(path, samples)
+        sheet.strip(path.parent, pictures[0].shape[1])
+        self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures: {path}")
+        if self.cfg.data.kind == "toy" and not self.cfg.data.pictures:
+            self.report.judged(samples, len(pictures), toy.judge(pictures, self.captions))

@@ -207,7 +207,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_training(trains, tmp_path, monkey
     run = tmp_path / "run"
     often = ("--checkpoint.every_samples=12", "--checkpoint.keep=1")
     with monkeypatch.context() as full:
-        usage = lambda folder: SimpleNamespace(free=0 if saved_steps(run) else 10**9)  # noqa: E731
+        usage = lambda folder: SimpleNamespace(total=10**9, free=0 if saved_steps(run) else 10**9)  # noqa: E731
         full.setattr(checkpoint.shutil, "disk_usage", usage)
         code, out, line = trains(run, *often)
     assert code == 3 and re.match("checkpoint of step 5 is not saved: .* has 0 GB free", line), line
@@ -218,7 +218,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_training(trains, tmp_path, monkey
     assert code == 0 and "from step 1" in out and column(run, "step") == [1, 2, 3, 4, 5]
     large = checkpoint.folder_of(run).rename(tmp_path / "large")
     checkpoint.folder_of(run).symlink_to(large)
-    usage = lambda folder: SimpleNamespace(free=10**9 if folder.resolve() == large else 0)  # noqa: E731
+    usage = lambda folder: SimpleNamespace(total=1, free=10**9 if folder.resolve() == large else 0)  # noqa: E731
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", usage)
     assert trains(run, "--train.max_samples=72")[0] == 0 and saved_steps(run) == [5, 6]
 
@@ -226,10 +226,10 @@ def test_a_full_disk_costs_a_checkpoint_and_no_training(trains, tmp_path, monkey
 def test_what_a_start_lacks_for_checkpoints_is_refused_and_leaves_nothing(trains, tmp_path, monkeypatch):
     parameters = sum(prod(shape) for shape in parameter_table(micro_config().model).values())
     with monkeypatch.context() as full:
-        full.setattr(checkpoint.shutil, "disk_usage", lambda folder: SimpleNamespace(free=12 * parameters - 1))
+        full.setattr(checkpoint.shutil, "disk_usage", lambda folder: SimpleNamespace(total=1, free=12 * parameters - 1))
         code, _, line = trains(tmp_path / "run")
-    assert code == 2 and "GB free and a checkpoint takes" in line and f"{tmp_path} " in line
-    assert "set run.dir to another disk or checkpoint.save=false" in line
+    assert code == 2 and "GB free; 2 x 0.00099 GB are needed" in line and f"{tmp_path} " in line
+    assert "set run.dir to another disk, lower checkpoint.keep" in line
     monkeypatch.setattr(checkpoint, "host_copies", Mock(side_effect=MemoryError("cannot pin")))
     code, _, line = trains(tmp_path / "run")
     assert code == 3 and line.startswith("out of memory: cannot pin; free memory")

@@ -73,15 +73,16 @@ def refuse(name: str, real: Callable, after: int, times: int = 1, number: int = 
 @pytest.mark.slow
 def test_a_file_that_counts_and_cannot_be_written_ends_the_run_which_goes_on_later(trains, calm, tmp_path, monkeypatch):
     """One line names the file. A log with a gap is never continued to a run_stop."""
-    for name, after, module, function, number in (
-        ("metrics.jsonl", 3, report_module, "append", errno.EROFS),
-        ("eval.jsonl", 1, report_module, "append", errno.ENOSPC),
-        ("result_0.txt", 6, files, "append", errno.ENOSPC),
-        ("outcome.json", 0, report_module, "write_whole", errno.ENOSPC),
+    for name, after, times, module, function, number in (
+        ("metrics.jsonl", 3, 1, report_module, "append", errno.EROFS),
+        ("metrics.jsonl", 2, 99, report_module, "append", errno.ENOENT),
+        ("eval.jsonl", 1, 99, report_module, "append", errno.EACCES),
+        ("result_0.txt", 6, 1, files, "append", errno.ENOSPC),
+        ("outcome.json", 0, 1, report_module, "write_whole", errno.ENOSPC),
     ):
-        run = tmp_path / name
+        run = tmp_path / f"{name}_{after}"
         with monkeypatch.context() as patch:
-            patch.setattr(module, function, refuse(name, getattr(module, function), after, number=number))
+            patch.setattr(module, function, refuse(name, getattr(module, function), after, times, number))
             code, _, line = trains(run)
         assert code == 3 and f"{run / name}: {os.strerror(number)}; " in line, (name, code, line)
         assert not (run / "outcome.json").exists()

@@ -1,6 +1,7 @@
 """Whose a run's folder is, from where a run in it goes on, and what becomes of an older one."""
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,9 @@ def put(cfg: Config, state: str, loss: float | None = 0.5) -> Path:
 def outcome(cfg: Config, world: World, begins: bool = False, sizes: dict[str, int] = COUNTS) -> str:
     """What becomes of a start: anew, from a checkpoint, or the reason of its refusal."""
     try:
-        with folder.held(cfg, world, sizes) as saved:
-            told = folder.begin(cfg, world, saved) if begins else ""
+        with ExitStack() as stack:
+            saved = stack.enter_context(folder.held(cfg, world, sizes))
+            told = folder.begin(cfg, world, saved, stack) if begins else ""
             way = f"from {saved.name}" if saved else "anew"
             return f"{way}; {told}" if told else way
     except Refusal as refusal:
@@ -86,7 +88,8 @@ def test_what_becomes_of_a_folder_and_nothing_changes_before_the_run_begins(cfg,
         assert want in outcome(own, world)
         assert contents(place) == before and place.exists() == (state != "absent")
         if want in ("anew", "from step_000000004"):
-            aside = f"; the run that was in {place} lies in {place}.1" if state == "begun" else ""
+            reason = "has no checkpoint to go on from, so this run begins anew; it lies in"
+            aside = f"; the run that was in {place} {reason} {place}.1" if state == "begun" else ""
             assert outcome(own, world, begins=True) == want + aside
             kept = sorted(path.name for path in place.glob("checkpoints/*"))
             assert kept == (["step_000000002", "step_000000004"] if state == "saved" else [])
@@ -105,8 +108,7 @@ def test_overwriting_renames_the_old_run_and_loses_nothing(cfg, world, monkeypat
         assert list(contents(place)) == ["config.toml"] and not config_file.load(place / "config.toml").run.overwrite
     assert contents(Path(f"{place}.1")) == before
     put_checkpoints(cfg, place)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun repeats its command after a failure
-    assert outcome(own, world, begins=True) == "from step_000000004"
+    assert outcome(own, world) == "from step_000000004", "a restart by torchrun, whose store knows of the run"
 
 
 def test_two_jobs_never_share_a_folder_whatever_its_name(cfg, world):
