@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 from conftest import micro_run
 from killing import Job, send
 from run_files import count, newest
 
-from flux_ref import alive
+from flux_ref import alive, errors
 from flux_ref.alive import Alive
 
 
@@ -48,6 +50,25 @@ def test_only_time_in_which_the_process_ran_counts(monkeypatch):
     for pause in (0.5, 5.0, 20.0, 200.0):
         assert ended(monkeypatch, 10.0, {5: pause}, marks={*range(0, 200, 9)}) is None, pause
         assert 10 + pause - 2 < ended(monkeypatch, 10.0, {5: pause}) <= 12 + pause
+
+
+def test_progress_of_any_rank_is_progress_of_all_and_a_lost_store_leaves_each_rank_alone():
+    """Rank 0 works through files while the other rank waits for it."""
+    store = dist.HashStore()
+    with Alive("train.py", 0) as first, Alive("train.py", 0) as second:
+        for timer in (first, second):
+            timer.share(store.clone())
+        seen = second._progress()
+        assert second._progress() == seen
+        assert [*errors.counted("ab")] == ["a", "b"]  # of both, as they share a process
+        first._progress()
+        assert second._progress() > seen
+        seen = second._progress()
+        first.mark("loading")
+        first._progress()
+        assert second._progress() == seen + 1
+        second.store = SimpleNamespace(add=Mock(side_effect=RuntimeError))
+        assert second._progress() == second._progress() == second.marks + errors.Progress.total
 
 
 def test_a_stuck_rank_names_its_line_and_the_key_that_gives_a_compiler_more_time():

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from conftest import require_identical
 
-from flux_ref import checkpoint
+from flux_ref import checkpoint, files
 from flux_ref.checkpoint import Checkpoint
 
 WALL_CLOCK = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")  # these values depend on the run's speed
@@ -73,6 +73,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, but the empty ones that are locked."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def left_in(folder: Path) -> list[Path]:
+    """What killed processes have left unfinished."""
+    return [*folder.rglob(f".*{files.PARTIAL}")]
 
 
 def flip(path: Path, at: int) -> None:

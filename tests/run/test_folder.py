@@ -1,16 +1,20 @@
 """Whose a run's folder is, from where a run in it goes on, and what becomes of an older one."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from conftest import MICRO
+from conftest import MICRO, PYTHONPATH, called, micro_run
 from other_values import with_another
 from precision_ranks import SIZES
-from run_files import contents
+from run_files import contents, flip, left_in, require_equal_runs, saved_steps
 
-from flux_ref import checkpoint, config, config_file, folder, ranks
+from flux_ref import checkpoint, config, config_file, files, folder, ranks
 from flux_ref.config import KEYS, Config
 from flux_ref.errors import Refusal
 from flux_ref.ranks import World
@@ -161,3 +165,121 @@ def test_a_run_is_extended_only_by_what_lets_it_train_on(cfg, world):
         put(own, "finished", loss)
         found = outcome(config_file.replace(own, train__max_samples=most, eval__target=target), world)
         assert found == "from step_000000004" if goes_on else "holds a finished run" in found, (loss, most, target)
+
+
+# Whole runs: 5 steps, checkpoints after steps 3 and 5
+
+
+@pytest.fixture(scope="module")
+def whole(shapes_dir, tmp_path_factory) -> Path:
+    """A finished run; tests must not change it."""
+    place = tmp_path_factory.mktemp("whole") / "run"
+    assert called("train.py", *micro_run(shapes_dir, place)) == 0
+    return place
+
+
+def in_state(whole: Path, place: Path, state: str) -> None:
+    """Bring a folder into a state, from a finished run."""
+    if state == "foreign":
+        place.mkdir()
+        (place / "notes.txt").write_text("of somebody else")
+    if state in ("absent", "foreign"):
+        return
+    shutil.copytree(whole, place)
+    last = checkpoint.list_checkpoints(place)[-1]
+    if state != "finished":
+        (place / "outcome.json").unlink()
+    if state in ("unfinished", "of another seed", "in use"):
+        shutil.rmtree(last)
+    if state == "without a checkpoint":
+        shutil.rmtree(last.parent)
+    if state == "damaged":
+        flip(last / checkpoint.MANIFEST, 300)
+    if state == "of older code":
+        (last / checkpoint.MANIFEST).write_text('{"info": {}, "tensors": {}, "crc32": 1}')
+    for left in (place / ".config.toml.1.flux_ref_partial", place / "samples" / ".x.png.2.flux_ref_partial"):
+        left.parent.mkdir(exist_ok=True)
+        left.write_text("half of")
+
+
+LIFE = {  # by state: what the same command does, and with run.overwrite=true
+    "absent": ("begins", "begins"),
+    "foreign": ("holds files but no run", "holds files but no run"),
+    "without a checkpoint": ("moves aside", "moves aside"),
+    "unfinished": ("goes on", "moves aside"),
+    "finished": ("holds a finished run", "moves aside"),
+    "of another seed": ("another config or data: train.seed=0, there 1", "moves aside"),
+    "damaged": ("is missing or damaged", "moves aside"),
+    "of older code": ("has format None, not 2; continue its run with the code", "moves aside"),
+    "in use": ("in use by another job", "in use by another job"),
+}
+
+
+@pytest.mark.slow
+def test_the_life_of_a_folder_is_the_table_of_its_module(whole, shapes_dir, tmp_path, attempt):
+    """A finished run ends like the whole one, whatever came before; what is refused is unchanged."""
+    wrong = []
+    for state, outcomes in LIFE.items():
+        for overwrite, want in zip(("false", "true"), outcomes):
+            place = tmp_path / f"{state} {overwrite}"
+            in_state(whole, place, state)
+            seed = (f"--train.seed={int(state == 'of another seed')}",)
+            if state == "of another seed":
+                shutil.rmtree(place)
+                assert attempt(*micro_run(shapes_dir, place), *seed)[0] == 0
+            before = contents(place)
+            argv = (*micro_run(shapes_dir, place), f"--run.overwrite={overwrite}")
+            with ExitStack() as stack:
+                if state == "in use":
+                    stack.enter_context(files.lock(place / folder.LOCK, "by another job"))
+                code, out, line = attempt(*argv)
+            aside = Path(f"{place}.1")
+            if code:
+                found = [code == 2 and want in line, contents(place) == before, not aside.exists()]
+            else:
+                require_equal_runs(place, whole)
+                goes_on = "resume  the run in this folder, from step 3" in out
+                found = [saved_steps(place) == [3, 5], goes_on == (want == "goes on"), not left_in(place)]
+                found += [aside.exists() == (want == "moves aside")]
+            if not all(found):
+                wrong.append((state, overwrite, code, line, found))
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_a_config_in_a_run_is_for_this_run_only(whole, shapes_dir, tmp_path, attempt):
+    """Of a copy, a moved run and a linked one: by its config.toml, and with the --run.dir that the message gives."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    assert attempt(*micro_run(shapes_dir, run))[0] == 0
+    shutil.copytree(run, copy)
+    before = contents(run), contents(copy)
+    longer = "--train.max_samples=72"
+    code, _, line = attempt(copy / "config.toml", longer)
+    assert code == 2 and line.endswith(f"its run.dir is {run}; give --run.dir={copy}"), line
+    assert (contents(run), contents(copy)) == before
+    assert attempt(copy / "config.toml", longer, f"--run.dir={copy}")[0] == 0 and contents(run) == before[0]
+    assert attempt(copy / "config.toml", "--train.max_samples=84")[0] == 0, "it names this folder from then on"
+    (tmp_path / "link").symlink_to(run)
+    assert attempt(tmp_path / "link" / "config.toml", longer)[0] == 0
+    assert attempt(*micro_run(shapes_dir, tmp_path / "link"), "--run.overwrite=true")[0] == 0
+    assert (tmp_path / "link").is_symlink() and saved_steps(Path(f"{run}.1")) == [5, 6] and saved_steps(run) == [3, 5]
+
+
+MOUNTED = """
+set -e
+mount -t tmpfs tmpfs "$1"; mkdir "$1/a" "$1/b"; mkdir "$1/a/run" "$1/b/run" "$1/volume"
+mount --bind "$1/a/run" "$1/b/run"
+shift; exec "$@"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() or not shutil.which("unshare"), reason="mounts need root"
+)
+def test_a_mounted_folder_has_one_owner_and_is_overwritten_in_place(shapes_dir, tmp_path):
+    """Two containers mount one folder as their own; then a run in it has no checkpoint, and its folder cannot move."""
+    work = "import sys; sys.path[:0] = sys.argv[1].split(':'); import mounted_runs; mounted_runs.main(*sys.argv[2:])"
+    own = [sys.executable, "-c", work, PYTHONPATH, str(tmp_path), str(shapes_dir)]
+    done = subprocess.run(["unshare", "-m", "bash", "-c", MOUNTED, "-", str(tmp_path), *own], capture_output=True)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()[-3000:]
