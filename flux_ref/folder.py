@@ -4,7 +4,7 @@ What a start of train.py does with the run's folder:
 
     the folder holds                            the same command                 with run.overwrite=true
     nothing, or it is not there                 begins                           begins
-    files, but no config.toml                   refuses                          refuses
+    files, no config.toml and no checkpoint     refuses                          refuses
     a run without a checkpoint                  moves it aside, begins           the same
     a run with a checkpoint, not finished       goes on from the newest          moves it aside, begins
     a finished run                              refuses; goes on if extended     moves it aside, begins
@@ -67,7 +67,7 @@ def held(cfg: Config, world: World, sizes: dict[str, int]) -> Iterator[Path | No
             if world.rank == 0:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(files.lock(folder.with_name(f".{folder.name}.lock"), str(folder)))
-                if _content(folder) and not (folder / CONFIG).exists():
+                if _content(folder) and not _holds_run(folder):
                     raise Refusal(f"{folder} holds files but no run; set run.dir to another folder")
                 if folder.exists():
                     stack.enter_context(files.lock(folder / LOCK, str(folder)))
@@ -86,7 +86,7 @@ def begin(cfg: Config, world: World, saved: Path | None, stack: ExitStack) -> st
     with ranks.agreed():
         if world.rank == 0:
             folder = config.run_dir(cfg).resolve()
-            if not saved and (folder / CONFIG).exists():
+            if not saved and _holds_run(folder):
                 reason = "" if cfg.run.overwrite else " has no checkpoint to go on from, so this run begins anew; it"
                 told = f"the run that was in {folder}{reason} lies in {_move_aside(folder)}"
             if not folder.exists():
@@ -105,6 +105,10 @@ def begin(cfg: Config, world: World, saved: Path | None, stack: ExitStack) -> st
 def _begun_by_job(folder: Path) -> str:
     """A key of torchrun's store, which outlives restarts: this job has begun or continued the run in the folder."""
     return f"begun {folder}"
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / CONFIG).exists() or bool(checkpoint.list_checkpoints(folder))
 
 
 def _content(folder: Path) -> list[Path]:

@@ -1,17 +1,39 @@
 """Runs in a folder that is mounted under two names. Started by test_folder.py in a mount namespace of its own."""
 
+import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
 from conftest import called, micro_run
-from run_files import left_in, saved_steps
+from run_files import left_in, require_equal_runs, saved_steps
 
 from flux_ref import config_file, files, folder, ranks
 
 COUNTS = {"train_samples": 50, "val_samples": 45}
 
 
-def main(place: str, data: str) -> None:
+def full(place: Path, data: Path, calm: Path) -> None:
+    """Disks that fill up at a write of a run, each at another one. Once there is room, the same command goes on."""
+    stopped = set()
+    for size in range(300, 2700, 240):
+        mount(place, f"{size}k")
+        argv = micro_run(
+            data, place / "run", "--checkpoint.keep=1", "--checkpoint.every_samples=12", "--sample.count=2"
+        )
+        code = called("train.py", *argv)
+        stopped.add(code)
+        mount(place, "9m", "remount,")
+        assert code == 0 or called("train.py", *argv) == 0, size
+        require_equal_runs(place / "run", calm)
+        subprocess.run(["umount", str(place)], check=True)
+    assert stopped == {0, 2, 3}
+
+
+def mount(place: Path, size: str, option: str = "") -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"{option}size={size}", "tmpfs", str(place)], check=True)
+
+
+def main(place: str, data: str, calm: str) -> None:
     first, second = (Path(place, name, "run") for name in ("a", "b"))
     with ExitStack() as stack:
         cfg = config_file.load("tests/micro.toml", [f"--run.dir={first}"])
@@ -29,3 +51,5 @@ def main(place: str, data: str) -> None:
     (second / "outcome.json").unlink()
     assert called("train.py", *micro_run(Path(data), second)) == 0
     assert (second / "older.3" / "config.toml").exists() and saved_steps(second) == [3, 5] and not left_in(second)
+    Path(place, "full").mkdir()
+    full(Path(place, "full"), Path(data), Path(calm))

@@ -189,7 +189,9 @@ def in_state(whole: Path, place: Path, state: str) -> None:
     last = checkpoint.list_checkpoints(place)[-1]
     if state != "finished":
         (place / "outcome.json").unlink()
-    if state in ("unfinished", "of another seed", "in use"):
+    if state == "without its config":
+        (place / "config.toml").unlink()
+    if state in ("unfinished", "without its config", "of another seed", "in use"):
         shutil.rmtree(last)
     if state == "without a checkpoint":
         shutil.rmtree(last.parent)
@@ -210,6 +212,7 @@ LIFE = {  # by state: what the same command does, and with run.overwrite=true
     "finished": ("holds a finished run", "moves aside"),
     "of another seed": ("another config or data: train.seed=0, there 1", "moves aside"),
     "damaged": ("is missing or damaged", "moves aside"),
+    "without its config": ("goes on", "moves aside"),
     "of older code": ("has format None, not 2; continue its run with the code", "moves aside"),
     "in use": ("in use by another job", "in use by another job"),
 }
@@ -277,9 +280,9 @@ shift; exec "$@"
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() or not shutil.which("unshare"), reason="mounts need root"
 )
-def test_a_mounted_folder_has_one_owner_and_is_overwritten_in_place(shapes_dir, tmp_path):
+def test_a_mounted_folder_has_one_owner_is_overwritten_in_place_and_may_fill_up(whole, shapes_dir, tmp_path):
     """Two containers mount one folder as their own; then a run in it has no checkpoint, and its folder cannot move."""
     work = "import sys; sys.path[:0] = sys.argv[1].split(':'); import mounted_runs; mounted_runs.main(*sys.argv[2:])"
-    own = [sys.executable, "-c", work, PYTHONPATH, str(tmp_path), str(shapes_dir)]
+    own = [sys.executable, "-c", work, PYTHONPATH, str(tmp_path), str(shapes_dir), str(whole)]
     done = subprocess.run(["unshare", "-m", "bash", "-c", MOUNTED, "-", str(tmp_path), *own], capture_output=True)
     assert done.returncode == 0, (done.stdout + done.stderr).decode()[-3000:]
