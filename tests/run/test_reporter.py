@@ -1,4 +1,4 @@
-"""What a run records: who is blamed, TensorBoard, the forecast."""
+"""What a run records: who is blamed, TensorBoard, the terminal."""
 
 import errno
 import sys
@@ -11,10 +11,9 @@ from PIL import Image
 from run_files import lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flux_ref import config_file
 from flux_ref.alive import Alive
 from flux_ref.errors import Fault, Refusal
-from flux_ref.report import Reporter, duration, forecast, require_finite
+from flux_ref.report import Reporter, require_finite
 from flux_ref.step import NEVER
 
 
@@ -40,20 +39,6 @@ def test_what_a_picture_raises_becomes_one_line_and_no_more_is_forgiven(micro, c
         assert capsys.readouterr().out == f"loss.png NOT drawn: {error}; the run goes on without\n"
     with pytest.raises(ValueError), report.spare("loss.png"):
         raise ValueError
-
-
-def test_how_long_a_run_takes_is_told_in_words(micro):
-    """A step on 6 rows of a rank and a validation batch of 8 took 26 s: 18 s and 8 s, if a step is three forwards."""
-    told = ["0 s", "89 s", "2 min", "83 min", "3.1 h"]
-    assert [duration(seconds) for seconds in (0.4, 89, 130, 5000, 11_100)] == told
-    for values, want in (
-        ({}, "about 2 min: 4 steps of 18.00 s and 2 evaluations of 24.0 s"),
-        ({"eval__every_samples": 12, "train__max_samples": 50}, " 4 steps of 18.00 s and 5 evaluations of"),
-        ({"data__val": ""}, " 4 steps of 18.00 s and 0 evaluations of"),
-    ):
-        assert want in forecast(
-            config_file.replace(micro, **values), world_size=2, samples=12, val_count=45, warm_s=26.0
-        )
 
 
 def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_dir, tmp_path, monkeypatch):
