@@ -22,6 +22,7 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 import argparse
 import contextlib
 import json
+import re
 import sys
 from itertools import count
 from pathlib import Path
@@ -32,7 +33,7 @@ from flux_ref.alive import Alive
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
 from flux_ref.data import ValSet
-from flux_ref.errors import Options, Refusal, Say, printable
+from flux_ref.errors import Options, Refusal, Say, printable, shown
 from flux_ref.evaluate import validation_loss
 from flux_ref.files import read_text
 from flux_ref.optim import EMA
@@ -43,7 +44,7 @@ from flux_ref.step_runner import Validator
 def main(argv: list[str]) -> int:
     """Raises: Refusal."""
     if "-h" in argv or "--help" in argv:
-        print(__doc__ + config_file.key_list())
+        print((__doc__ or "") + config_file.key_list())
         return 0
     options = parse(argv)
     path = weights.find(options.path)
@@ -130,7 +131,11 @@ def evaluate(cfg: Config, world: World, paths: list[Path], options: argparse.Nam
             if newer not in paths:
                 paths.append(newer)  # read by this loop
             continue
-        known = {key: int(source.info[key]) for key in ("samples", EMA) if key in source.info}
+        said = {key: str(source.info[key]) for key in ("samples", EMA) if key in source.info}
+        for key, value in said.items():
+            if not re.fullmatch(r"\d{1,18}", value, re.ASCII):
+                raise Refusal(f"{path}: {key}={shown(value)} in its metadata is no number of samples; export it again")
+        known = {key: int(value) for key, value in said.items()}
         record = {"weights": str(path), "name": source.info.get("name"), "samples": None, **known}
         samples = known.get("samples", 0)
         arithmetic.begin(samples // cfg.train.global_batch)  # computes as the run at that time

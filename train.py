@@ -17,7 +17,7 @@ from pathlib import Path
 
 from flux_ref import config_file
 
-DEFAULT = "configs/tiny.toml"
+DEFAULT = os.path.relpath(Path(__file__).parent / "configs" / "tiny.toml")
 if __name__ == "__main__":
     config_file.announce(sys.argv[1:], DEFAULT)  # before the imports below, which load torch: seconds on a slow disk
 
@@ -39,12 +39,13 @@ from flux_ref.step_runner import State
 def main(argv: list[str]) -> int:
     """A run from its config to its last checkpoint."""
     if "-h" in argv or "--help" in argv:
-        print(__doc__ + config_file.key_list())
+        print((__doc__ or "") + config_file.key_list())
         return 0
     path, overrides = config_file.config_and_overrides(argv, default=DEFAULT)
     cfg = config_file.load(path, overrides)
     folder.require_own(path, cfg, overrides)
     batch = cfg.train.global_batch
+    errors.notice("  torch   is loaded; next come the ranks, the data and the net")
     with contextlib.ExitStack() as stack:
         # Prepare: ranks, data sets, the run's folder
         alive = stack.enter_context(Alive("train.py", cfg.run.hang_s))
@@ -92,6 +93,7 @@ def main(argv: list[str]) -> int:
         saver = Saver(cfg, world, state, sizes, report.say, saved) if cfg.checkpoint.save else None
         if saver:
             stack.callback(saver.wait)
+        report.say(f"  warm-up {cfg.train.synthetic_steps} steps on synthetic batches")
         runner.warm_up(alive.mark)
         runner.capture(alive.mark)
         if saved:
@@ -118,7 +120,7 @@ def main(argv: list[str]) -> int:
                 val_set.open()
             feed = stack.enter_context(contextlib.closing(train_set.feed(state.samples)))
             runner.health.restart(state.step)
-            report.begin(state.samples, sizes["val_samples"], runner.warm_s)
+            report.begin(state.samples)
             while True:
                 if preset := arithmetic.switched(state.step):
                     report.say(f"samples {state.samples:>10,}  precision switches to {preset}")

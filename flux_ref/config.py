@@ -13,6 +13,9 @@ from typing import Any
 # REFERENCE: mlcommons/training, text_to_image, with torchtitan 9603aa83; what its code does is fixed even if it has no
 # setting for it. CHECKER: mlperf-logging, closed_flux1.yaml, which reads this value in the log.
 RULES, REFERENCE, CHECKER = "rules", "reference", "checker"
+# Bounds of what would take minutes without a sign of life, and has no use
+MOST_ROWS = 10**6  # of a batch; a data set holds about as many samples
+MOST_STEPS = 1000  # that nobody sees
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]  # of tensors, by name
 Values = dict[str, Any]  # by key
@@ -56,8 +59,8 @@ def free(default: Any, meaning: str, **facts: Any) -> Any:
 
 
 def size(default: int, meaning: str) -> Any:
-    """A size of the model."""
-    return key(default, meaning, least=1, closed=REFERENCE)
+    """A size of the model. A greater one than `most` fits no machine, and making it would take minutes."""
+    return key(default, meaning, least=1, most=10_000_000, closed=REFERENCE)
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class InitConfig:
 class TrainConfig:
     seed: int = key(0, "seed of every random number in training and validation")
     max_samples: int = free(25_165_824, "stop here if the target is not reached; 96 evaluation intervals", least=1)
-    global_batch: int = key(512, "samples per optimizer step over all ranks", least=1)
+    global_batch: int = key(512, "samples per optimizer step over all ranks", least=1, most=MOST_ROWS)
     micro_batch: int = free(
         0, "most samples per forward on one rank, the rest is gradient accumulation; 0: no accumulation"
     )
@@ -135,7 +138,7 @@ class TrainConfig:
         closed=REFERENCE,
     )
     log_every_samples: int = free(10_240, "samples from one record of the training loss to the next", least=1)
-    synthetic_steps: int = free(2, "warm-up steps on synthetic batches, before the clock; 0: none")
+    synthetic_steps: int = free(2, "warm-up steps on synthetic batches, before the clock; 0: none", most=MOST_STEPS)
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class OptimConfig:
     decay_steps: int = key(0, "step at which the rate has fallen linearly to lr / 10; 0: it stays lr", closed=REFERENCE)
     beta1: float = key(0.9, "decay of the first moment", most=0.999999999, closed=CHECKER)
     beta2: float = key(0.95, "decay of the second moment", most=0.999999999, closed=CHECKER)
-    eps: float = key(1e-8, "added to the root of the second moment, in fp32", closed=CHECKER)
+    eps: float = key(1e-8, "added to the root of the second moment, in fp32", least=1e-30, closed=CHECKER)
     weight_decay: float = key(0.1, "decay of every parameter per step, times lr", closed=CHECKER)
     clip_norm: float = key(1.0, "most that the norm of all gradients may be", least=1e-6, closed=CHECKER)
     ema: int = key(0, "half-life in samples of an average of the weights (eval.py --ema); 0: none")
@@ -169,7 +172,7 @@ class EvalConfig:
     )
     at_start: bool = key(False, "evaluate also before the first step")
     target: float = free(0.586, "stop once the validation loss is at most this; 0: never", closed=CHECKER)
-    batch: int = free(32, "samples per forward on one rank", least=1)
+    batch: int = free(32, "samples per forward on one rank", least=1, most=MOST_ROWS)
     noise: str = key(
         "fresh",
         "fresh: new noise at each evaluation, as the reference; fixed: always the same",
@@ -195,8 +198,8 @@ class DataConfig:
     )
     train_count: int = key(0, "required number of samples, 0: any; of drawings the number to make")
     val_count: int = key(0, "the same of validation samples")
-    workers: int = free(4, "reading threads per rank", least=1)
-    prefetch: int = free(2, "batches read ahead per rank; 0: the training thread reads each itself", least=0)
+    workers: int = free(4, "reading threads per rank", least=1, most=1024)
+    prefetch: int = free(2, "batches read ahead per rank; 0: the training thread reads each itself", most=1024)
     evict: bool = free(
         True, "drop the data set from the page cache before the clock starts (in the log: cache_clear)", closed=CHECKER
     )
@@ -242,7 +245,9 @@ class PrecisionConfig:
     )
     native: bool = free(True, "blocks and rows take torch's kernels where it has them; false: emulate them everywhere")
     gather: bool = free(True, "gather e4m3 weights in FP8: half of their bytes, equal results; not with eval=false")
-    history: int = key(1024, "delayed sides: number of steps whose largest values are remembered", least=1)
+    history: int = key(
+        1024, "delayed sides: number of steps whose largest values are remembered", least=1, most=MOST_ROWS
+    )
     dynamic_steps: int = key(16, "delayed sides: number of first steps that use dynamic scales")
 
     @property
@@ -258,7 +263,7 @@ class SampleConfig:
         0, "draw them also so often, on the clock, beside captured graphs too; 0: at the end only"
     )
     seed: int = free(0, "seed of the noise from which pictures are drawn")
-    steps: int = free(20, "Euler steps", least=1)
+    steps: int = free(20, "Euler steps", least=1, most=MOST_STEPS)
     guidance: float = free(1.0, "classifier-free guidance scale; 1: none")
     vae: str = free("", "ae.safetensors or diffusers' vae/ that decodes latents; data.kind=toy needs none")
 

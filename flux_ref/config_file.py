@@ -28,7 +28,7 @@ def load(path: str | Path, overrides: Collection[str] = ()) -> Config:
     path = Path(path)
     try:
         tree = tomllib.loads(read_text(path, "config"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(f"config {path} is not valid TOML: {error}") from None
     values: Values = {}
     for section, part in tree.items():
@@ -97,7 +97,7 @@ def announce(argv: list[str], default: str) -> None:
         with contextlib.suppress(Refusal, OSError):
             path, overrides = config_and_overrides(argv, default)
             cfg = load(path, overrides)
-            line = f"flux_ref trains {path}; data: {cfg.data.train}; the run's files: {run_dir(cfg)}"
+            line = f"flux_ref trains {path}; data: {cfg.data.train}; the run's files: {run_dir(cfg)}; loading torch"
             print(line, file=Terminal(sys.stdout), flush=True)
 
 
@@ -110,7 +110,7 @@ def parsed(overrides: Collection[str]) -> Values:
             raise Refusal(f"argument {text!r} is not --section.key=value, as in --optim.lr=1e-4; a path comes first")
         values[key] = value
         if key in KEYS and KEYS[key].type is not str:
-            with contextlib.suppress(ValueError):  # then the text is refused, as it is no string's key
+            with contextlib.suppress(ValueError, RecursionError):  # then the text is refused, as it is no string's key
                 values[key] = tomllib.loads(f"value = {value}")["value"]
     return values
 
@@ -122,7 +122,7 @@ def dump(cfg: Config) -> str:
 
 def toml_text(value: object) -> str:
     """A value as TOML has it."""
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON leaves as it is
 
 
 def key_list() -> str:

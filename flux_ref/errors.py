@@ -118,6 +118,8 @@ def in_words(error: BaseException) -> Stop | None:
         return Interrupted("", signal.SIGINT)
     if isinstance(error, ModuleNotFoundError):
         return Refusal(f"{error.name} is not here; install it, or change the key or option that asks for it")
+    if isinstance(error, RecursionError):
+        return Refusal(f"a file or a value nests too many brackets ({text}); give another one")
     if isinstance(error, OSError):
         kind = Fault if error.errno in BROKEN_DISK else Refusal
         return kind(told(error), alone=True)
@@ -209,14 +211,30 @@ def progress(iterable=None, **options: Any) -> tqdm:
         options.setdefault("total", len(iterable))
     iterable = iterable and counted(iterable)
     if not sys.stderr.isatty():
-        options |= {"mininterval": 10.0, "bar_format": "{l_bar}{bar}{r_bar}\n"}
+        options |= {"mininterval": 10.0, "position": 0, "file": Lines()}
     return tqdm(iterable, **options)
+
+
+class Lines:
+    """Standard error for a bar in a log file: a line for each state, where a terminal's cursor would move."""
+
+    newest = ""
+
+    def write(self, text: str) -> None:
+        line = text.strip()
+        if line and line != self.newest:
+            print(line, file=sys.stderr, flush=True)
+            self.newest = line
+
+    def flush(self) -> None:
+        """Nothing waits."""
 
 
 def told(error: OSError) -> str:
     """An error of the system in words: the file, what is wrong and what to do."""
     if error.filename is None:
-        return str(error)
+        text = str(error.strerror or error)
+        return f"{text}; set TMPDIR to a folder that may be written" if "temporary directory" in text else text
     remedy = "free or mend its disk" if error.errno in BROKEN_DISK else "make it readable and writable"
     return f"{error.filename}: {error.strerror}; {remedy}, or give another path"
 

@@ -28,7 +28,7 @@ PARTIAL = ".flux_ref_partial"  # how the names of what is being written end
 def read_bytes(path: Path, what: str, most: int = 2**31) -> bytes:
     """The bytes of a regular file of at most `most`. what: its kind, for the message. Raises: Refusal, OSError."""
     if not path.is_file():  # a pipe would wait for ever
-        raise Refusal(f"{what} {path} is no file; give a file")
+        raise Refusal(f"{what} {path.absolute()} is no file; give a file")
     if path.stat().st_size > most:
         raise Refusal(f"{what} {path} is larger than {most:,} bytes; give the right file")
     return path.read_bytes()
@@ -82,7 +82,7 @@ def json_object(text: str | bytes) -> dict:
     """A JSON object; {} for anything else."""
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -211,21 +211,26 @@ def _is_locked(descriptor: int) -> bool:
     return True
 
 
-def records(path: Path, samples: float = math.inf) -> list[dict]:
+def records(path: Path, figure: str, samples: float = math.inf) -> list[dict]:
     """The records of a .jsonl file, with `samples` up to a number; none if there is no file.
 
+    figure: a name under which each record has a number.
     Raises: Refusal for a damaged line. Text after the last newline is left out: a killed run may have left half a line.
     """
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    try:
-        return [record for record in map(json.loads, lines) if record["samples"] <= samples]
-    except ValueError:
-        raise Refusal(f"{path} has a damaged line; mend it or set run.dir to another folder") from None
+    found = list(map(json_object, lines))
+    for number, record in enumerate(found, 1):
+        if not all(type(record.get(name)) in (int, float) for name in ("samples", figure)):
+            raise Refusal(
+                f"{path}, line {number} is no record with the numbers samples and {figure}; mend it or set run.dir to"
+                " another folder"
+            )
+    return [record for record in found if record["samples"] <= samples]
 
 
-def cut(path: Path, samples: float) -> list[dict]:
+def cut(path: Path, figure: str, samples: float) -> list[dict]:
     """Leave only the records with `samples` up to a number in a .jsonl file, and return them. Raises: as `records`."""
-    kept = records(path, samples)
+    kept = records(path, figure, samples)
     if path.exists():
         write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept

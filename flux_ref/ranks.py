@@ -31,6 +31,8 @@ DRIVERS = {"/dev/nvidiactl": torch.version.cuda, "/dev/kfd": torch.version.hip}
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 HIDING = ("", "-1", "NoDevFiles")  # values of these that hide all GPUs; Slurm sets the last
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# What srun and mpirun tell of the processes that they start; in a batch script SLURM_NTASKS says nothing of this one.
+STARTED = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 PATIENCE = timedelta(days=30)  # of a collective: its clock goes on in a pause. alive.Alive ends what hangs
 
 
@@ -69,6 +71,9 @@ def start(cfg: ParallelConfig, one_thread: bool = False) -> World:
     missing = [name for name in TORCHRUN if name not in os.environ]
     if missing and not is_alone:
         raise Refusal(f"RANK is set but {', '.join(missing)} is not; start with torchrun, which sets them")
+    several = [f"{name}={os.environ[name]}" for name in STARTED if os.environ.get(name, "1") != "1"]
+    if several and is_alone:
+        raise Refusal(f"RANK is not set, but {several[0]}: each process would train alone; start them with torchrun")
     rank, size, local_rank = (0, 1, 0) if is_alone else (int(os.environ[name]) for name in TORCHRUN[:3])
     if torch.version.hip:  # before HIP starts
         os.environ.setdefault("GPU_MAX_HW_QUEUES", "2")  # more queues than computing and communication need slow both
@@ -92,7 +97,8 @@ def start(cfg: ParallelConfig, one_thread: bool = False) -> World:
         dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise Refusal(f"cannot form the process group: {reason}; is MASTER_PORT in use?") from None
+        remedy = "bring up the loopback interface: ip link set lo up" if is_alone else "is MASTER_PORT in use?"
+        raise Refusal(f"cannot form the process group: {reason}; {remedy}") from None
     # torchrun numbers its nodes; names can be the same on all, in containers.
     nodes = gather_objects(f"{os.uname().nodename}#{os.environ.get('GROUP_RANK', 0)}")
     mesh = make_mesh(device.type, size, replica_count(cfg.replicate, nodes))

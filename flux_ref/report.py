@@ -30,6 +30,7 @@ from flux_ref.step import NEVER, Health
 from flux_ref.step_runner import State, StepRunner
 
 PICTURES = "pictures.jsonl"
+BAR = "{l_bar}{bar}| {n:,}/{total:,} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"  # digits as in messages
 
 
 class Reporter:
@@ -111,27 +112,24 @@ class Reporter:
         samples = info["samples"]
         with ranks.agreed():
             if self.speaks:
-                # An evaluation and a drawing at the checkpoint are repeated.
+                # An evaluation and a drawing at the checkpoint are repeated. A drawing there may also be the end's.
                 evaluates = schedule.evaluates(samples, self.cfg)
-                draws = schedule.due(samples, self.cfg.sample.every_samples, self.cfg.train.global_batch)
                 for name, line in info["unwritten"]:
-                    if json.loads(line) not in cut(self.folder / name, samples):
+                    if json.loads(line) not in cut(self.folder / name, "samples", samples):
                         append(self.folder / name, line)
-                trained = cut(self.folder / "metrics.jsonl", samples)
-                evaluated = cut(self.folder / "eval.jsonl", samples - evaluates)
-                cut(self.folder / PICTURES, samples - draws)
+                trained = cut(self.folder / "metrics.jsonl", "loss", samples)
+                evaluated = cut(self.folder / "eval.jsonl", "val_loss", samples - evaluates)
+                cut(self.folder / PICTURES, "right", samples - 1)
                 self.train_curve = [(record["samples"], record["loss"]) for record in trained]
                 self.val_curve = [(record["samples"], record["val_loss"]) for record in evaluated]
         self.say(
             f"  resume  the run in this folder, from step {info['step']:,} ({samples:,} samples); not a timed result"
         )
 
-    def begin(self, samples: int, val_count: int, warm_s: float) -> None:
-        """Tell how long the rest takes, show the bar, start the clock. val_count, warm_s: as for `forecast`."""
+    def begin(self, samples: int) -> None:
+        """Show the bar, which tells how long the rest takes, and start the clock."""
         batch = self.cfg.train.global_batch
         total = schedule.steps_for(self.cfg.train.max_samples, batch) * batch
-        if warm_s:
-            self.say(f"  time    {forecast(self.cfg, self.world.size, samples, val_count, warm_s)}")
         if self.speaks:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -141,7 +139,7 @@ class Reporter:
             else:  # what an interrupted run has written after `samples` is left out
                 with self.spare("TensorBoard's curves"):
                     self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=samples + 1, flush_secs=10)
-        self.bar = progress(total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks)
+        self.bar = progress(total=total, initial=samples, unit=" samples", bar_format=BAR, disable=not self.speaks)
         # What the next record is measured from: time of a monotonic clock, samples, seconds of waiting for data
         self.since_s = time.perf_counter()
         self.since_samples = samples
@@ -291,27 +289,3 @@ def commit(folder: Path = Path(__file__).parent) -> str:
     head = re.search(rb"^# branch.oid (\w{12})", told)
     is_changed = re.search(rb"^[^#]", told, re.MULTILINE)
     return head[1].decode() + ("+" if is_changed else "") if head else ""
-
-
-def forecast(cfg: Config, world_size: int, samples: int, val_count: int, warm_s: float) -> str:
-    """How long a run takes from `samples` to train.max_samples, in one line.
-
-    val_count: validation samples. warm_s: seconds of a training step and a validation batch together, in the warm-up.
-    """
-    batch = cfg.train.global_batch
-    work = 3 * batch / world_size  # in forwards of a sample; a backward takes about as long as two
-    step_s = warm_s * work / (work + cfg.eval.batch)
-    val_s = (warm_s - step_s) * schedule.steps_for(val_count, world_size * cfg.eval.batch)
-    clock = range(samples, cfg.train.max_samples + batch, batch)
-    steps = len(clock) - 1
-    count = sum(schedule.evaluates(samples, cfg) for samples in clock)
-    total = duration(steps * step_s + count * val_s)
-    return f"about {total}: {steps:,} steps of {step_s:.2f} s and {count} evaluations of {val_s:.1f} s"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words: 58 s, 12 min, 3.1 h."""
-    minutes = round(seconds / 60)
-    if minutes < 2:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} h"

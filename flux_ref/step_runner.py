@@ -4,8 +4,6 @@ A batch is copied from pinned memory just before its step, on the same stream. A
 only hide the transfer: 147 MB for 64 samples of schnell, about 3 ms (calculated) in a step of more than a second.
 """
 
-import time
-
 import torch
 
 from flux_ref import schedule, sharding
@@ -72,7 +70,6 @@ class StepRunner(Validator):
         self.health = Health(world.device)
         self.loss = torch.zeros((), device=world.device)  # this rank's, of the newest step, as is the norm
         self.grad_norm = torch.zeros((), device=world.device)
-        self.warm_s = 0.0  # seconds of a training step and a validation batch, once warmed up
         self.data_wait_s = 0.0  # seconds that the device has waited for training data
         self.graph_bytes = 0  # of device memory that captured steps take outside of torch's allocator
 
@@ -112,7 +109,6 @@ class StepRunner(Validator):
             state.arithmetic.begin(phase)
             for step in range(self.cfg.train.synthetic_steps):
                 at(f"step {step} of the warm-up, phase {phase}")
-                begin = time.perf_counter()
                 StepRunner.train(self)
                 Validator.validate(self)
                 self.sharded()
@@ -121,7 +117,6 @@ class StepRunner(Validator):
                         "the warm-up's loss or gradient norm is not finite: weights of init.weights or of a checkpoint"
                         " are too large, or the device or a library is at fault"
                     )
-                self.warm_s = time.perf_counter() - begin
         self.forget()
         if self.cfg.parallel.compile and self.cfg.train.synthetic_steps:
             sharding.forbid_recompilation()

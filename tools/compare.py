@@ -42,7 +42,7 @@ def paired(a: list[float], b: list[float]) -> Row:
 
 def curve(run: Path) -> dict[int, float]:
     """Validation loss by samples. Raises: Refusal."""
-    return {record["samples"]: record["val_loss"] for record in records(run / "eval.jsonl")}
+    return {record["samples"]: record["val_loss"] for record in records(run / "eval.jsonl", "val_loss")}
 
 
 def by_seed(runs: list[Path]) -> dict[int, Path]:

@@ -97,6 +97,8 @@ def verdict(cfg: Config, train_count: int, val_count: int) -> str:
     train_count, val_count: samples in the data sets.
     """
     found = departures(cfg, train_count, val_count)
+    if found and cfg.data.kind == "toy":
+        return "no benchmark result: the data set is a toy"
     if found:
         return f"no benchmark result: {one_line('; '.join(found), 300)}"  # the log has all
     return REHEARSAL if cfg.mllog.rehearsal else ""

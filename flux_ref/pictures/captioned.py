@@ -72,7 +72,7 @@ class Picture:
             caption = decode(text) if suffix == ".txt" else json.loads(text).get("caption") or ""
             # JSON may hold NULs and halves of surrogate pairs, which are ValueErrors.
             caption = decode(caption.encode()).replace(MARK, "").strip()
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             raise Rejected("unreadable caption") from None
         # Marks of byte order and joiners show nothing.
         if not any(c.isprintable() and not c.isspace() for c in caption):

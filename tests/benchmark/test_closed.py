@@ -72,7 +72,8 @@ def test_the_benchmarks_configs_depart_in_nothing_and_the_open_division_is_left_
     free = ("train.seed=3", "optim.lr=1e-3", "optim.warmup_steps=9", "train.global_batch=1024", "precision.preset=fp8")
     free += ("eval.at_start=true", "parallel.reduce_dtype=bf16", "sample.count=4")
     assert closed.departures(load(CONFIGS["schnell_gbs512"], *free), *COUNTS) == []
-    line = closed.verdict(load(CONFIGS["tiny"]), 2592, 576)
+    assert closed.verdict(load(CONFIGS["tiny"]), 2592, 576) == "no benchmark result: the data set is a toy"
+    line = closed.verdict(load(CONFIGS["tiny"], "data.kind=embeddings"), 2592, 576)
     assert line.startswith("no benchmark result: model.hidden=128, MLPerf fixes 3072; ") and len(line) < 350
     opened = load(SMOKE, "mllog.submission_division=open", "mllog.rehearsal=false", "eval.target=0.9")
     assert made_logs.ours(tmp_path / "log", opened, counts=(512, 8)) == "" and closed.verdict(opened, 512, 8) == ""

@@ -16,6 +16,7 @@ from flux_ref.errors import Options, Refusal
 
 CONFIGS = [MICRO, *sorted((ROOT / "configs").glob("*.toml"))]
 AWKWARD = ['say "hi"', "back\\slash \\n", "tab\tline\nfeed", "übergroß 日本 😀", "#'=[]", "\x01\x1b", ""]
+AWKWARD.append("".join(map(chr, (*range(1, 0xD800), *range(0xE000, 0x110000)))))  # every character but NUL
 
 
 def reply(tmp_path: Path, toml: str, *overrides: str) -> str:
@@ -110,7 +111,7 @@ def test_a_value_has_the_type_of_its_key_in_the_file_and_on_the_command_line(tmp
         fits = given == kind or (given, kind) == (int, float)
         for said in both_ways(tmp_path, a_key[kind], SAMPLES[given])[: 1 if kind is str else 2]:
             assert ("has the wrong type; default" in said) != fits, (a_key[kind], given, said)
-    for text in ("", "on", "1 2", "[1", "1\n2", "1979-05-27"):
+    for text in ("", "on", "1 2", "[1", "1\n2", "1979-05-27", "[" * 100_000):
         words = "has the wrong type; default 0: seed of every random number"
         assert words in reply(tmp_path, "", f"--train.seed={text}"), text
 
@@ -128,6 +129,12 @@ def test_a_value_lies_within_the_bounds_of_its_key_or_is_one_of_its_choices(tmp_
             for value in (*inside, *outside):
                 said = reply(tmp_path, f"{key} = {value}")
                 assert (f" must be {known.allowed}" in said) == (value in outside), (key, value, said)
+
+
+def test_what_would_take_minutes_in_silence_or_divide_by_zero_is_out_of_bounds():
+    silent = ("data.prefetch", "data.workers", "train.synthetic_steps", "sample.steps", "model.double_blocks")
+    many = ("train.global_batch", "eval.batch", "precision.history")
+    assert [key for key in (*silent, *many) if KEYS[key].allows(10**9)] == [] and not KEYS["optim.eps"].allows(0.0)
 
 
 def test_text_that_no_file_could_hold_is_refused(tmp_path):
@@ -189,12 +196,19 @@ def test_ranks_and_micro_batches_divide_the_batch_and_any_other_is_refused_with_
 # Files
 
 
-def test_a_file_is_toml_and_its_name_is_that_of_the_run(tmp_path):
+def test_a_file_is_toml_and_its_name_is_that_of_the_run(tmp_path, monkeypatch):
     path = tmp_path / "config.toml"
-    for content in (b"train.seed = \n", b"\xff\xff", b"train.seed = 1\ntrain.seed = 2\n"):
+    for content in (
+        b"train.seed = \n",
+        b"\xff\xff",
+        b"train.seed = " + b"[" * 100_000,
+        b"train.seed = 1\ntrain.seed = 2\n",
+    ):
         path.write_bytes(content)
         assert str(path) in conftest.refusal(config_file.load, path)
     assert f"config {tmp_path} is no file" in conftest.refusal(config_file.load, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert f"config {tmp_path}/no.toml is no file" in conftest.refusal(config_file.load, "no.toml")
     path.write_bytes("train.seed = 4".encode("utf-8-sig"))  # as editors of Windows write
     assert config_file.load(path).train.seed == 4
     assert config.run_dir(config_file.load(MICRO)) == Path("runs/micro")

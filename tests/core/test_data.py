@@ -180,6 +180,7 @@ def test_sets_of_another_number_and_validation_that_lacks_a_timestep_are_refused
     without = write_set(micro, tmp_path, 1, [k for k in TIMESTEPS if k != 5])
     for one, lacks in ((of_training, set(range(8))), (without, {5})):
         assert f"has no sample of the timesteps {lacks}; validation needs" in refusal(ValSet(one, 0, 1, False).open)
+        ValSet(one, 1, 2, False).open()  # only rank 0 looks
 
 
 # Reading ahead

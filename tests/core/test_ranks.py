@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import refusal
 
 from flux_ref import ranks
@@ -37,6 +38,42 @@ def test_one_copy_per_node_unless_asked_otherwise():
         (["a", "b", "a", "b"], 0, "numbered node by node"),
     ):
         assert words in refusal(replica_count, wanted, nodes)
+
+
+def test_of_several_processes_without_ranks_none_trains_alone(monkeypatch):
+    for name, value, is_refused in (
+        ("SLURM_STEP_NUM_TASKS", "2", True),
+        ("OMPI_COMM_WORLD_SIZE", "4", True),
+        ("PMI_SIZE", "2", True),
+        ("PMI_SIZE", "1", False),
+        ("SLURM_NTASKS", "2", False),  # also in a batch script, which is one process
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            if is_refused:
+                words = f"RANK is not set, but {name}={value}: each process would train alone; start them with torchrun"
+                assert refusal(ranks.start, ParallelConfig()) == words
+                for rank_name, rank_value in zip(ranks.TORCHRUN, ("0", "1", "0", "localhost", "0")):
+                    patch.setenv(rank_name, rank_value)
+            assert ranks.start(ParallelConfig()).size == 1, name  # torchrun below srun
+            ranks.stop()
+
+
+def test_every_group_waits_as_long_as_a_pause_lasts(monkeypatch):
+    given = []
+    monkeypatch.setattr(dist, "set_timeout", lambda *limit: given.append(limit), raising=False)
+    groups = ranks.start(ParallelConfig()).mesh.get_all_groups()
+    ranks.stop()
+    assert given == [(ranks.PATIENCE, group) for group in groups] != []
+
+
+def test_a_loopback_that_is_down_is_named(monkeypatch):
+    def down(*given, **options):
+        raise RuntimeError("Unable to find interface for: [127.0.0.1]\nmore")
+
+    monkeypatch.setattr(dist, "init_process_group", down)
+    words = "Unable to find interface for: [127.0.0.1]; bring up the loopback interface: ip link set lo up"
+    assert words in refusal(ranks.start, ParallelConfig())
 
 
 def test_a_gpu_that_torch_cannot_use_is_no_cpu(monkeypatch, tmp_path):

@@ -71,6 +71,15 @@ def collectives(kept: int) -> list[str]:
     return log
 
 
+def test_replicas_reduce_once_a_step_with_the_last_micro_batch(world, monkeypatch):
+    cfg = micro_config(train__micro_batch=4)
+    state = State(sharding.build(cfg, world, seed=3), cfg, world)
+    asked = []
+    monkeypatch.setattr(type(state.net), "set_requires_all_reduce", lambda net, is_asked: asked.append(is_asked))
+    train_step(state.net, state.opt, synthetic(cfg.model, cfg.train.global_batch), Health(world.device), cfg)
+    assert asked == [False, False, True]
+
+
 def test_levers_reach_fsdp():
     """Ten regions are gathered in forward; the first reduction waits for the gathers of backward before it."""
     logs = [collectives(kept) for kept in (0, 4, -1)]

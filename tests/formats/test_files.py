@@ -126,16 +126,19 @@ def test_disks_of_networks_lock_files_and_sync_no_folder(tmp_path, monkeypatch, 
 
 def test_a_damaged_record_is_refused_unless_it_is_the_half_line_of_a_killed_run(tmp_path):
     path, want = tmp_path / "metrics.jsonl", [{"samples": 8, "loss": 0.5}, {"samples": 16, "loss": 0.25}]
-    assert records(path) == []
-    assert files.cut(path, 8) == [] and not path.exists()
+    assert records(path, "loss") == []
+    assert files.cut(path, "loss", 8) == [] and not path.exists()
     before = "".join(json.dumps(record) + "\n" for record in want).encode()
     path.write_bytes(before)
-    assert records(path, samples=8) == want[:1]
+    assert records(path, "loss", samples=8) == want[:1]
     for line in (b'{"samples": 1, "loss"', b"\xff\xfe", b'{"samples": 1}}'):
         path.write_bytes(before + line)
-        assert records(path) == want, line
+        assert records(path, "loss") == want, line
+    for line in (b"\xff\xfe", b"{}", b"7", b"", b"[" * 100_000, b'{"samples": 9}', b'{"samples": 9, "loss": "low"}'):
         path.write_bytes(before + line + b"\n" + before)
-        with pytest.raises(Refusal, match=r"metrics\.jsonl has a damaged line; mend it"):
-            records(path)
+        with pytest.raises(
+            Refusal, match=r"metrics\.jsonl, line 3 is no record with the numbers samples and loss; mend"
+        ):
+            records(path, "loss")
     path.write_bytes(before)
-    assert files.cut(path, 8) == records(path) == want[:1]
+    assert files.cut(path, "loss", 8) == records(path, "loss") == want[:1]

@@ -158,7 +158,7 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     folder = folder / "reporting"
     folder.mkdir(exist_ok=True)
     reporter = Reporter(config_file.replace(cfg, run__dir=str(folder)), world, BenchmarkLog().text)
-    reporter.begin(0, warm_s=0.0, val_count=45)
+    reporter.begin(0)
     state = State(lively_net(cfg, world), cfg, world)
     train_set, _ = open_sets(cfg, world)
     steps = StepRunner(state, cfg, world)

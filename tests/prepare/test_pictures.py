@@ -174,6 +174,7 @@ TEXTS = {  # what a caption's files hold: the caption, or why it is rejected
                 b"[1]",
                 b'{"caption": 7}',
                 b"{",
+                b"[" * 100_000,
                 b'{"caption": "\\ud83d"}',
                 b'{"caption": "a\\u0000"}',
             )

@@ -100,6 +100,7 @@ BROKEN = [
     (r'(?s)(.*"run_stop".*)"time_ms": 1', r'\1"time_ms": 0.1', "no loss between run_start and run_stop"),
     ('"value": "flux1"', '"value": "bert"', "submission_benchmark is 'bert'"),
     (r"\}\n done", "", "Log lines had parsing errors"),
+    ('"metadata": {', f'"metadata": {"[" * 4000}', "the official compliance checker stopped: RecursionError"),
     ('"metadata"', '"meta"', "the official compliance checker stopped: KeyError"),
 ]
 
@@ -207,6 +208,8 @@ def test_refusals(capsys, tmp_path, results, monkeypatch):
     for folder in ("empty", "locked", "piped", "folders/result_0.txt"):
         Path(folder).mkdir(parents=True)
     os.mkfifo("piped/result_0.txt")
+    Path("deep").mkdir()
+    Path("deep/result_0.txt").write_text(f"a\n:::MLLOG {'[' * 100_000}\n")  # would take mlperf-logging minutes
     real = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: real(path if "locked" not in str(path) else "/locked"))
     cases = [
@@ -214,8 +217,9 @@ def test_refusals(capsys, tmp_path, results, monkeypatch):
         (["nothing"], "nothing: No such file"),
         (["empty"], "empty holds no result_*.txt"),
         (["."], "locked: No such file"),
-        (["piped"], "log piped/result_0.txt is no file"),
-        (["folders"], "log folders/result_0.txt is no file"),
+        (["piped"], "/piped/result_0.txt is no file"),
+        (["deep"], "log deep/result_0.txt, line 2 has 100,009 bytes, at most 10,000; mend it"),
+        (["folders"], "/folders/result_0.txt is no file"),
         ([results, "--out=none"], "matplotlib is not here; install it"),
     ]
     for args, says in cases:

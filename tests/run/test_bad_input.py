@@ -16,6 +16,7 @@ from conftest import MICRO, ROOT, micro_run, rank_exit_code, script, the_line
 from run_files import contents, lines, require_equal_runs, saved_steps
 from shard_damage import put_nan
 
+import eval as eval_script
 import train
 from flux_ref import checkpoint, config, config_file, data, errors, rng, shards
 from flux_ref.errors import Refusal
@@ -42,6 +43,7 @@ REQUESTS = {
     "--train.global_bacth=8": ["unknown key train.global_bacth", "train.global_batch"],
     "--optim.lr 1e-4": ["'--optim.lr'", "--section.key=value"],
     "--eval.batch=8 1e-4": ["'1e-4'", "a path comes first"],
+    "--optim.eps=0": ["optim.eps=0.0 must be from 1e-30"],
     "--data.train=": ["data folder"],
     "--train.micro_batch=5": ["train.global_batch=12 is no multiple of 5", "train.micro_batch"],
     "--parallel.replicate=2": ["parallel.replicate=2", "1 rank"],
@@ -62,6 +64,14 @@ def test_what_looks_impossible_but_is_not(attempt, tmp_path):
     odd = ["--model.t5_dim=27", "--model.clip_dim=13", "--model.rope_axes=[0, 4, 4]", "--eval.batch=1000"]
     short = ["--train.max_samples=12", "--data.workers=50", "--data.prefetch=1"]
     assert attempt(*micro_run(tmp_path / "new", tmp_path / "run"), *odd, *short)[::2] == (0, "")
+
+
+def test_a_command_knows_its_default_in_any_folder_and_its_help_without_docstrings(tmp_path, monkeypatch, capsys):
+    done = script("train.py", "--train.bad=1", ranks=0, cwd=tmp_path)
+    assert the_line(done.stderr).startswith("unknown key train.bad"), done.stderr
+    for module in (train, eval_script):
+        monkeypatch.setattr(module, "__doc__", None)  # as python -OO leaves it
+        assert module.main(["--help"]) == 0 and "--optim.lr=" in capsys.readouterr().out
 
 
 def test_help_is_the_usage_and_every_key_with_its_default_and_comment(capsys):
@@ -138,6 +148,12 @@ def test_a_finished_run_is_kept_and_what_does_not_fit_is_refused(attempt, shapes
         code, out, line = attempt(*argv, name=name)
         assert (code, out) == (2, "") and has_words(line, *words), line
     assert contents(run) == before
+    outcome = run / "outcome.json"
+    for text in ('{"a": 1}', '{"samples": "many", "val_loss": 1.0}', '{"samples": 60, "val_loss": []}'):
+        outcome.write_text(text)
+        _, _, line = attempt(*again)
+        assert has_words(line, f"{outcome}, line 1 lacks the numbers samples and val_loss; set run.dir"), line
+    outcome.write_bytes(before["outcome.json"])
     assert attempt(*again, "--run.overwrite=true", "--train.max_samples=12")[0] == 0
     assert contents(tmp_path / "run.1") == before and len(lines(run, "eval.jsonl")) == 1
 
@@ -185,6 +201,12 @@ def test_each_kind_of_error_is_one_line_and_a_code_and_a_defect_is_a_traceback(c
     cases = (
         (KeyboardInterrupt(), 130, "x: stopped by SIGINT"),
         (Refusal("two\nlines\x1b"), 2, "x: two lines\\x1b"),
+        (RecursionError("maximum depth"), 2, "x: a file or a value nests too many brackets (maximum depth); give"),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            2,
+            "x: No usable temporary directory found in ['/tmp']; set TMPDIR to a folder",
+        ),
         (FileNotFoundError(errno.ENOENT, "No such file", "a/b"), 2, "x: a/b: No such file; make it readable"),
         (OSError(errno.ENOSPC, "No space left", "a/b"), 3, "x: a/b: No space left; free or mend its disk"),
         (OSError(errno.ESTALE, "Stale file handle", "a/b"), 3, "x: a/b: Stale file handle; free or mend its disk"),

@@ -109,6 +109,11 @@ def test_exports_give_the_same_number_and_remember_the_clock_and_so_the_noise(ru
     for path in exported[::2]:
         (record,) = evaluate(path, "--json")
         assert figures(record) == logged(run)[-1] and record["weights"] == str(path)
+    for said in ("many", "-8", "1e3", ""):
+        metadata = {"trained_by": "flux_ref", "samples": said}
+        save_file(load_file(exported[0]), tmp_path / "said", metadata)
+        line = evaluate(tmp_path / "said", code=2)
+        assert f"said: samples={said!r} in its metadata is no number of samples; export it again" in line
     save_file(load_file(exported[0]), tmp_path / "bare")
     (fresh,) = evaluate(tmp_path / "bare", "--json")
     fixed = [evaluate(path, "--json", "--eval.noise=fixed")[0] for path in (tmp_path / "bare", run)]

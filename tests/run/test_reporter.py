@@ -1,20 +1,21 @@
-"""What a run records: who is blamed, TensorBoard, the forecast."""
+"""What a run records: who is blamed, TensorBoard, the terminal."""
 
 import errno
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import called, micro_run, refusal
+from conftest import called, micro_config, micro_run, refusal
 from PIL import Image
 from run_files import lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flux_ref import config_file
 from flux_ref.alive import Alive
-from flux_ref.errors import Fault, Refusal
-from flux_ref.report import Reporter, duration, forecast, require_finite
+from flux_ref.errors import Fault, Refusal, progress
+from flux_ref.pictures.artist import Artist
+from flux_ref.report import Reporter, require_finite
 from flux_ref.step import NEVER
 
 
@@ -42,18 +43,37 @@ def test_what_a_picture_raises_becomes_one_line(micro, capsys):
         raise KeyboardInterrupt
 
 
-def test_how_long_a_run_takes_is_told_in_words(micro):
-    """A step on 6 rows of a rank and a validation batch of 8 took 26 s: 18 s and 8 s, if a step is three forwards."""
-    told = ["0 s", "89 s", "2 min", "83 min", "3.1 h"]
-    assert [duration(seconds) for seconds in (0.4, 89, 130, 5000, 11_100)] == told
-    for values, want in (
-        ({}, "about 2 min: 4 steps of 18.00 s and 2 evaluations of 24.0 s"),
-        ({"eval__every_samples": 12, "train__max_samples": 50}, " 4 steps of 18.00 s and 5 evaluations of"),
-        ({"data__val": ""}, " 4 steps of 18.00 s and 0 evaluations of"),
-    ):
-        assert want in forecast(
-            config_file.replace(micro, **values), world_size=2, samples=12, val_count=45, warm_s=26.0
-        )
+def test_in_a_log_file_a_bar_has_lines_of_its_own_and_messages_stand_as_they_are(tmp_path, capsys):
+    """Also a run of so many steps that a loop over them would never end."""
+    cfg = micro_config(run__dir=str(tmp_path), train__max_samples=10**12)
+    report = Reporter(cfg, SimpleNamespace(rank=0), lambda line: None)
+    report.begin(0)
+    for line in ("one", "  two"):
+        report.say(line)
+    report.bar.update(7200)
+    report.close()
+    for _ in progress(range(3), desc="short", leave=False):
+        report.say("three")
+    out, err = capsys.readouterr()
+    assert out == "one\n  two\n" + 3 * "three\n"
+    told = err.splitlines()
+    assert [line for line in told if line != line.strip() or not line] == [] and len(set(told)) == len(told) == 3, told
+    for line, words in zip(told, ("| 0/1,000,000,000,008 [", "| 7,200/1,000,000,000,008 [", "short:   0%")):
+        assert words in line, (line, words)
+
+
+def test_a_sheet_at_the_end_is_judged_once_though_the_run_was_killed_behind_it(shapes_dir, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    argv = micro_run(shapes_dir, run, "--sample.count=2", "--sample.steps=1", "--sample.every_samples=24")
+
+    def struck(*given: object) -> None:
+        raise Fault("struck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reporter, "conclude", struck)
+        assert called("train.py", *argv) == 3
+    assert called("train.py", *argv) == 0
+    assert [record["samples"] for record in lines(run, "pictures.jsonl")] == [24, 48, 60]
 
 
 def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_dir, tmp_path, monkeypatch):
@@ -67,6 +87,14 @@ def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_
         if place == "the end of step 4":  # after the evaluation at the checkpoint, which is repeated
             raise Fault("struck")
 
+    clock, late, paint = time.perf_counter, [0], Artist.paint
+
+    def slow(*given) -> list[np.ndarray]:
+        late[0] += 1000  # seconds
+        return paint(*given)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
+    monkeypatch.setattr(Artist, "paint", slow)
     with monkeypatch.context() as patch:
         patch.setattr(Alive, "stop_point", struck)
         assert called("train.py", *argv) == 3
@@ -74,6 +102,7 @@ def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_
     board = EventAccumulator(str(run / "tensorboard")).Reload()
     records, evaluations = lines(run), lines(run, "eval.jsonl")
     assert [record["samples"] for record in evaluations] == [36, 60]
+    assert min(record["samples_per_s"] for record in records) > 1, "pictures are no part of the rate of training"
     by_time = [evaluation | {"val_loss": evaluation["val_loss_per_timestep"][3]} for evaluation in evaluations]
     wanted = {f"train/{name}": (records, name) for name in records[0] if name not in ("step", "samples")}
     wanted |= {"validation/loss": (evaluations, "val_loss"), "validation by t/t=3_8": (by_time, "val_loss")}

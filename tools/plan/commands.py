@@ -16,7 +16,6 @@ from flux_ref.benchmark.closed import TRAIN_SAMPLES
 from flux_ref.config import EvalConfig
 from flux_ref.errors import Options, Refusal, between
 from flux_ref.precision import policy
-from flux_ref.report import duration
 from tools.plan import hardware, plan
 from tools.plan.memory import checkpoint_bytes
 from tools.plan.plan import GB, Plan
@@ -118,6 +117,14 @@ def time(one: Plan, price: float) -> list[str]:
         f"shares of the card's peaks: {assumed.gemm_share:g} of arithmetic, {assumed.memory_share:g} of bandwidth; "
         f"{assumed.source}; times may be off by a factor of {off:g}",
     ]
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: 58 s, 12 min, 3.1 h."""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} h"
 
 
 def main(argv: list[str]) -> int:

@@ -16,6 +16,8 @@ from mlperf_logging.compliance_checker import mlp_parser
 from flux_ref.errors import Refusal, printable
 from flux_ref.files import raised, read_bytes, read_text
 
+LONGEST = 10_000  # bytes of an entry; mlperf-logging searches a line in a time that grows with its square
+
 
 class Event(NamedTuple):
     """One entry of a log."""
@@ -36,7 +38,7 @@ class ResultLog:
         self.path = path
         self.name = name
         self.events: list[Event] = []
-        with suppress(KeyError, TypeError, ValueError, AttributeError):
+        with suppress(KeyError, TypeError, ValueError, AttributeError, RecursionError):
             for line in mlp_parser.parse_file(path, ruleset)[0]:
                 event = Event(line.timestamp, line.key, line.value["value"], dict(line.value["metadata"]))
                 self.events.append(event)
@@ -64,7 +66,11 @@ def find(arguments: list[Path]) -> list[tuple[str, list[Path]]]:
         if not found:
             raise Refusal(f"{argument} holds no result_*.txt; give result files or their folders")
         for path in found:
-            files.setdefault(read_bytes(path, "log"), path.resolve())
+            content = read_bytes(path, "log")
+            for number, line in enumerate(content.split(b"\n"), 1):
+                if len(line) > LONGEST and b":::MLLOG" in line:
+                    raise Refusal(f"log {path}, line {number} has {len(line):,} bytes, at most {LONGEST:,}; mend it")
+            files.setdefault(content, path.resolve())
 
     systems: dict[tuple, list[Path]] = {}
     for path in files.values():
