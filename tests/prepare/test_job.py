@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-import shutil
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,40 +35,49 @@ class Kill(BaseException):
     """The process ends here."""
 
 
-def test_a_kill_at_any_point_of_the_end_leaves_the_set_or_what_goes_on(tmp_path, monkeypatch):
-    """Each change of a name or of a folder is such a point. The next start clears what is left beside a whole set."""
-    real = {name: getattr(Path, name) for name in ("rename", "unlink", "rmdir", "mkdir", "write_text")}
-    real["rmtree"] = shutil.rmtree
-    for point in range(30):
+def is_killed(final: Path, point: int) -> bool:
+    """Whether a command that makes a set ends before its change `point` of a name or folder. Nothing is done then."""
+    changes = itertools.count()
+
+    def killing(real: Callable) -> Callable:
+        def call(*given: object, **named: object) -> object:
+            if next(changes) >= point:
+                raise Kill
+            return real(*given, **named)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Kill):
+        for name in ("rename", "unlink", "mkdir", "write_text"):
+            patch.setattr(Path, name, killing(getattr(Path, name)))
+        for owner, name in ((os, "unlink"), (os, "rmdir")):  # of rmtree
+            patch.setattr(owner, name, killing(getattr(owner, name)))
+        with job.growing(final, {"a": 1}) as folder:
+            (folder / "set" / "x").touch()
+            (folder / "rest").touch()
+        return False
+    return True
+
+
+def test_a_kill_at_any_point_leaves_the_whole_set_or_what_goes_on(tmp_path):
+    """The next start clears what is left beside a whole set."""
+    kills = {True: 0, False: 0}  # with the whole set, and before it
+    for point in itertools.count():
         final = tmp_path / str(point) / "set"
-        calls = itertools.count()
-
-        def killing(name: str) -> Callable:
-            def call(*given: object, **named: object) -> object:
-                if next(calls) == point:
-                    raise Kill
-                return real[name](*given, **named)
-
-            return call
-
-        with monkeypatch.context() as patch, contextlib.suppress(Kill):
-            for name in real:
-                patch.setattr(shutil if name == "rmtree" else Path, name, killing(name))
-            with job.growing(final, {"a": 1}) as folder:
-                (folder / "set" / "x").touch()
-                (folder / "rest").touch()
-        was_whole = final.exists()
-        if was_whole:
-            assert "exists; choose another --output" in refusal(lambda: job.require_new(final))
+        final.parent.mkdir()
+        killed = is_killed(final, point)
+        kills[final.exists()] += killed
+        if final.exists():
+            assert "exists; choose another --output" in refusal(job.require_new, final)
         else:
             with job.growing(final, {"a": 1}) as folder:
-                assert (folder / "set" / "x").exists() or not (folder / "rest").exists()
+                assert (folder / "set" / "x").exists() or not (folder / "rest").exists(), point
                 (folder / "set" / "x").touch()
         assert {path.name for path in final.parent.iterdir()} == {"set", ".set.lock"}, point
         assert (final / "x").exists(), point
-        if next(calls) <= point:
+        if not killed:
             break
-    assert was_whole and 5 < point < 29
+    assert min(kills.values()) > 3, kills
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
@@ -81,5 +90,5 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     ):
         pass
     (tmp_path / "set").mkdir()
-    assert "exists; choose another" in refusal(lambda: job.require_new(tmp_path / "set"))
+    assert "exists; choose another" in refusal(job.require_new, tmp_path / "set")
     assert (own / "mine").exists()
