@@ -150,7 +150,7 @@ class SampleSet:
         if folder and wanted not in (0, self.count):
             raise Refusal(
                 f"{folder} holds {self.count} samples, data.{self.split}_count={wanted} asks for {wanted}; set it to"
-                f" {self.count} or to 0 for any number, or make the set again (remove a set of drawings)"
+                f" {self.count} or to 0 for any number, or give another --data.{self.split}=DIR/{self.split}"
             )
         rows = rank_batch(cfg, size) if self.split == "train" else cfg.eval.batch
         # One is in use while data.prefetch are filled.
@@ -168,7 +168,9 @@ class SampleSet:
             raise self._bad(str(error)) from None
 
     def _bad(self, reason: str) -> Fault:
-        remedy = "remove the data set and make it anew: with data.kind=toy this command does, else tools.prepare"
+        remedy = (
+            "make the set anew: by data.kind=toy with --data.train=DIR/train --data.val=DIR/val, or by tools.prepare"
+        )
         return Fault(f"bad {self.split} sample: {reason}; {remedy}", alone=True)
 
 

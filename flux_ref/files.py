@@ -97,7 +97,7 @@ def whole(path: Path, is_new: bool = False) -> Iterator[Path]:
     Raises: Refusal if something is; OSError, which names the file.
     """
     if is_new and path.exists():
-        raise Refusal(f"{path} exists; remove it or choose another name")
+        raise Refusal(f"{path} exists; choose another name")
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     with naming(path):
         try:
@@ -130,11 +130,11 @@ def remove(path: Path) -> None:
 
 
 def clear(folder: Path, name: str = "") -> None:
-    """Remove what killed processes left: the unfinished files in a folder whose names begin with `name`.
+    """Remove what killed processes left in a folder: all unfinished files, or those that would become `name`.
 
     Nobody else may be writing such files now.
     """
-    for path in matching(folder, f".{glob.escape(name)}*{PARTIAL}"):
+    for path in matching(folder, f".{glob.escape(name)}.????????{PARTIAL}" if name else f".*{PARTIAL}"):
         remove(path)
 
 

@@ -183,6 +183,7 @@ class Gallery(Artist):
             self.save(self.originals, path.with_stem("originals"))
         self.report.picture(path, samples)
         sheet.strip(path.parent, pictures[0].shape[1])
-        self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures: {path}")
+        few = ", as no more captions differ" * (len(pictures) < self.cfg.sample.count)
+        self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures{few}: {path}")
         if self.cfg.data.kind == "toy" and not self.cfg.data.pictures:
             self.report.judged(samples, len(pictures), toy.judge(pictures, self.captions))

@@ -26,12 +26,12 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 from webdataset.tariterators import base_plus_ext
 
-from flux_ref.errors import Refusal, notice, shown
+from flux_ref.errors import Refusal, counted, notice, shown
 from flux_ref.files import decode, json_object, raised, read_bytes, read_text
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
-TEXTS = (".txt", ".json")
+TEXTS = (".txt", ".caption", ".json")  # the first that is there counts; kohya's scripts write .caption
 TARS = (".tar", ".tar.gz", ".tgz")
 LISTINGS = ("metadata.jsonl", "metadata.csv")  # as Hugging Face's imagefolder has them
 FILE_NAME = "file_name"  # a column: the path in the folder
@@ -50,7 +50,7 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class Picture:
-    """What may become a sample. rejected: why it cannot. texts: the files .txt and .json that describe it."""
+    """What may become a sample. rejected: why it cannot. texts: the files of TEXTS that describe it, by suffix."""
 
     name: str
     rejected: str = ""
@@ -63,13 +63,15 @@ class Picture:
         return pixels(_bytes(self.content, "file"), height, width), caption
 
     def caption(self) -> str:
-        """What the .txt says, or else the "caption" of the .json. Raises: Rejected."""
+        """What the .txt or .caption says, or else the "caption" of the .json. Raises: Rejected."""
+        if isinstance(self.content, Path) and not os.path.isfile(self.content):
+            raise Rejected("no regular file")
         if self.rejected:
             raise Rejected(self.rejected)
-        suffix = ".txt" if ".txt" in self.texts else ".json"
+        suffix = next((suffix for suffix in TEXTS if suffix in self.texts), ".json")
         text = _bytes(self.texts.get(suffix, b"{}"), "caption")
         try:
-            caption = decode(text) if suffix == ".txt" else json.loads(text).get("caption") or ""
+            caption = json.loads(text).get("caption") or "" if suffix == ".json" else decode(text)
             # JSON may hold NULs and halves of surrogate pairs, which are ValueErrors.
             caption = decode(caption.encode()).replace(MARK, "").strip()
         except (ValueError, AttributeError, RecursionError):
@@ -194,7 +196,7 @@ def find(root: Path) -> list[str]:
     Raises: OSError for a folder that may not be read.
     """
     names = []
-    for folder, folders, own in os.walk(root, onerror=raised, followlinks=True):
+    for folder, folders, own in counted(os.walk(root, onerror=raised, followlinks=True)):
         place = Path(folder)
         above = {parent.resolve() for parent in (place, *place.parents)}
         folders[:] = [name for name in folders if name[0] != "." and (place / name).resolve() not in above]
@@ -208,13 +210,13 @@ def parts_of(root: Path, names: list[str], column: str, size: int) -> list[Part]
     names: as `find` gives them. column: that of the captions in metadata.jsonl or metadata.csv.
     """
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about pictures that are counted anyway
-    listings = [name for name in names if os.path.basename(name) in LISTINGS]
+    listings = [name for name in names if os.path.basename(name) in LISTINGS and os.path.isfile(root / name)]
     if len(listings) > 1:
         raise Refusal(f"{root} has {' and '.join(listings[:3])}; keep the one that describes the pictures")
     parts: list[Part] = []
     groups: dict[str, list[File]] = defaultdict(list)
     for name in names:
-        if name.lower().endswith(TARS):
+        if name.lower().endswith(TARS) and os.path.isfile(root / name):  # a pipe would wait for ever
             parts.append(partial(read_tar, root, name))
         elif name not in listings:
             key, suffix = os.path.splitext(name)
@@ -251,7 +253,7 @@ def _listed(root: Path, listing: str, files: list[str], column: str) -> list[Pic
         if name in names:
             reason = "" if name.lower().endswith(SUFFIXES) else "unsupported type"
         caption: dict[str, Content] = {".json": json.dumps({"caption": row.get(column)}).encode()}
-        found.append(Picture(name, reason, root / name, caption))
+        found.append(Picture(name, reason, root / name if name in names else b"", caption))
     return found + [Picture(name, f"not in {listing}") for name in rest]
 
 

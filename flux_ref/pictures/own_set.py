@@ -3,9 +3,11 @@
 Pictures go through the stand-in encoders of toy.py, so nothing is downloaded and little is computed.
 """
 
+import hashlib
 import json
+import os
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import numpy as np
 
 from flux_ref import files, shards, toy
 from flux_ref.config import Config, ModelConfig
-from flux_ref.errors import Refusal, one_line, progress
+from flux_ref.errors import Refusal, counted, notice, one_line, progress
 from flux_ref.pictures import captioned, sheet
 from flux_ref.pictures.captioned import Rejected
 from flux_ref.schedule import TIMESTEPS
@@ -26,32 +28,62 @@ SHOWN = 9  # pictures of codec.png
 def ensure(cfg: Config) -> None:
     """Make the set of data.pictures in the folder above data.train, if it is not there. Raises: Refusal, OSError.
 
-    A set that was made from other files is refused: made_from.txt has their names, sizes and times.
+    A set that was made from other files is refused: made_from.txt has the size, time and checksum of each by its name.
     """
     folder = Path(cfg.data.train).parent
     root = Path(cfg.data.pictures)
-    if not root.is_dir():
-        raise Refusal(f"data.pictures={root} is no folder; give the folder of your pictures")
-    names = captioned.find(root)
     note = folder / MADE_FROM
-    stats = {name: (root / name).stat() for name in names}
-    made_from = [json.dumps([name, stat.st_size, stat.st_mtime_ns]) for name, stat in stats.items()]
-    toy.make_once(folder, lambda: make(folder, root, names, cfg.model, "\n".join(made_from)))
-    if differ := {*made_from} ^ {*(note.read_text().split("\n") if note.is_file() else ())}:
+    if note.is_file() and not root.exists():
+        notice(f"data.pictures={root} is gone; {folder} is used as it was made from it")
+        return
+    now = {name: _size_and_time(root / name) for name in counted(captioned.find(root))}
+    toy.make_once(folder, lambda: make(folder, root, now, cfg.model))
+    made_from = files.json_object(note.read_bytes()) if note.is_file() else {}
+    if differs := f"it has no list {MADE_FROM}" if not made_from else _difference(root, now, made_from):
         raise Refusal(
-            f"{folder} was made from something else than {root} holds now; name, size or time differ of {min(differ)};"
-            f" remove {folder} and the run that it trained, or give another --data.train=DIR/train, --data.val=DIR/val"
-            " and --run.dir"
+            f"the folder {folder} is no set of what {root} holds now: {differs};"
+            " for a new set and its run give another --data.train=DIR/train, --data.val=DIR/val and --run.dir"
         )
 
 
-def make(folder: Path, root: Path, names: list[str], model: ModelConfig, made_from: str) -> None:
-    """Write the set, which appears once it is whole, and say what there is. names: as captioned.find gives them."""
+def _size_and_time(path: Path) -> list[int]:
+    """Of a regular file; zeros of anything else, which nothing reads. Raises: OSError."""
+    return [path.stat().st_size, path.stat().st_mtime_ns] if os.path.isfile(path) else [0, 0]
+
+
+def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with suppress(OSError), path.open("rb") as file:  # the list of rejected pictures has what cannot be read
+        for block in counted(iter(lambda: file.read(2**20), b"")):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _difference(root: Path, now: dict[str, list], made_from: dict[str, list]) -> str:
+    """The first file that is not as it was, in words; empty if there is none."""
+    for name in counted(sorted({*now, *made_from})):
+        if (name in now) != (name in made_from):
+            return f"{name} is {'new' if name in now else 'gone'}"
+        size, moment, checksum = made_from[name]
+        if now[name][0] != size:
+            return f"{name} has another size"
+        if size and now[name][1] != moment and _checksum(root / name) != checksum:
+            return f"{name} has other content"
+    return ""
+
+
+def make(folder: Path, root: Path, now: dict[str, list[int]], model: ModelConfig) -> None:
+    """Write the set, which appears once it is whole, and say what there is.
+
+    now: the size and time of each file, by the names that captioned.find gives.
+    """
     counts = Counter[str]()
     rejected = []
     pairs: list[np.ndarray] = []  # for codec.png: a picture, then what the codec makes of it
     titles: list[str] = []
-    found = chain.from_iterable(part() for part in captioned.parts_of(root, names, "text", 1000))
+    found = chain.from_iterable(part() for part in captioned.parts_of(root, [*now], "text", 1000))
+    sums = progress(now, desc=f"reading {root}", unit=" files", leave=False)
+    made_from = {name: [*now[name], now[name][0] and _checksum(root / name)] for name in sums}  # a pipe has size 0
     with files.whole(folder, is_new=True) as place:
         with ExitStack() as stack:
             new = {
@@ -84,7 +116,7 @@ def make(folder: Path, root: Path, names: list[str], model: ModelConfig, made_fr
             )
         toy.write_empty(place, toy.encode_caption("", model, own=True))
         files.write_whole(place / "rejected.tsv", "picture\treason\n" + "".join(rejected))
-        files.write_whole(place / MADE_FROM, made_from)
+        files.write_whole(place / MADE_FROM, json.dumps(made_from, indent=0))
         sheet.save(pairs, titles, place / "codec.png")
     shown = np.stack(pairs)
     lost = 127.5 * abs(shown[::2] - shown[1::2]).mean()

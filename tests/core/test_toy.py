@@ -1,6 +1,7 @@
 """The toy data set: drawings and their captions, the stand-in codec and the stand-in encoders."""
 
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -70,25 +71,35 @@ def test_a_set_is_made_once_and_whole_or_not_at_all(micro, tmp_path, monkeypatch
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    cfg = config_file.replace(micro, data__train=str(tmp_path / "set" / "train"), data__val="")
+    cfg = config_file.replace(micro, data__train=str(tmp_path / "new" / "set" / "train"), data__val="")
+    new = tmp_path / "new"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(shards, "to_bf16_bits", interrupt)
         toy.ensure(cfg)
-    assert not list(tmp_path.glob("[!.]*"))
+    assert not list(tmp_path.glob("new/[!.]*"))
+    killed, other = new / ".set.0123abcd.flux_ref_partial", new / ".set.2.0123abcd.flux_ref_partial"
+    for folder in (killed, other):  # of a killed job, and of a job that makes set.2 now
+        folder.mkdir()
     write_empty = shards.write_empty
+    beside = threading.Thread(target=toy.ensure, args=(cfg,))
+    made = []
 
     def beside_another(*args: object) -> None:
-        """Another first start makes the set meanwhile."""
+        """Another first start comes meanwhile, and waits."""
+        made.append(args)
+        beside.start()
+        beside.join(0.5)
+        assert beside.is_alive()
         monkeypatch.setattr(shards, "write_empty", write_empty)
-        toy.ensure(cfg)
         write_empty(*args)
 
     monkeypatch.setattr(shards, "write_empty", beside_another)
     toy.ensure(cfg)
-    assert [path.name for path in tmp_path.iterdir()] == ["set"]
-    assert len(opened(tmp_path / "set" / "train")) == micro.data.train_count
+    beside.join()
+    assert {path.name for path in new.iterdir()} == {".set.lock", "set", other.name} and len(made) == 1
+    assert len(opened(new / "set" / "train")) == micro.data.train_count
     assert commands.main(["shapes", f"--config={MICRO}", f"--out={tmp_path / 'made'}"]) == 0
-    assert contents(tmp_path / "made" / "train") == contents(tmp_path / "set" / "train")
+    assert contents(tmp_path / "made" / "train") == contents(new / "set" / "train")
     assert commands.main(["shapes", f"--config={MICRO}", f"--out={tmp_path / 'made'}"]) == 2
     monkeypatch.setattr(shards, "to_bf16_bits", interrupt)
     toy.ensure(cfg)

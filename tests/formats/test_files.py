@@ -35,7 +35,7 @@ def test_a_file_or_folder_appears_whole_and_of_two_writers_the_last_wins(tmp_pat
     with whole(made, is_new=True) as partial:
         (partial / "below").mkdir(parents=True)
         assert not made.exists()
-    with pytest.raises(Refusal, match="set exists; remove it"), whole(made, is_new=True):
+    with pytest.raises(Refusal, match="set exists; choose another"), whole(made, is_new=True):
         pass
     assert sorted(child.name for child in tmp_path.iterdir()) == ["a.txt", "set"]
 

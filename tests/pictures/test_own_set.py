@@ -78,7 +78,7 @@ def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
     assert "toy codec changes a colour by" in shown and (tmp_path / "set" / "codec.png").is_file()
 
 
-def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path):
+def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path, capsys, monkeypatch):
     own = tmp_path / "pictures"
     shutil.copytree(pictures, own)
     cfg = config_file.load(MICRO, overrides(own, tmp_path / "set"))
@@ -89,24 +89,41 @@ def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path):
     first = next(own.glob("*.png"))
     moment = first.stat().st_mtime_ns
     own_set.ensure(config_file.replace(cfg, data__pictures=str(tmp_path / "." / "pictures")))
-    os.utime(first, ns=(moment, moment + 1))
-    words = f"{tmp_path / 'set'} was made from something else than {own} holds now; name, size or time differ of "
-    assert f'{words}["{first.name}", ' in refusal(lambda: own_set.ensure(cfg))
-    os.utime(first, ns=(moment, moment))
-    own_set.ensure(cfg)
-    (own / "more.txt").touch()
-    assert f'{words}["more.txt", ' in refusal(lambda: own_set.ensure(cfg))
-    (own / "more.txt").unlink()
-    (tmp_path / "set" / own_set.MADE_FROM).unlink()  # as in a set of drawings
-    assert words in refusal(lambda: own_set.ensure(cfg))
-    missing = config_file.replace(cfg, data__pictures=str(tmp_path / "none"))
-    assert "is no folder" in refusal(lambda: own_set.ensure(missing))
+    content = first.read_bytes()
+    other = content[:-1] + bytes([content[-1] ^ 1])
+    words = f"the folder {tmp_path / 'set'} is no set of what {own} holds now: "
+    for change, told in (
+        (lambda: os.utime(first, ns=(moment, moment + 1)), ""),
+        (lambda: first.write_bytes(other), f"{first.name} has other content"),
+        (lambda: (first.write_bytes(content + b"x"), os.utime(first, ns=(moment, moment))), "has another size"),
+        (lambda: first.rename(own / "more.txt"), f"{first.name} is gone"),
+        (lambda: (own / "more.txt").rename(own / "0.txt"), "0.txt is new"),
+        (lambda: ((own / "0.txt").unlink(), first.write_bytes(content)), ""),
+        (lambda: own.rename(tmp_path / "away"), ""),
+        (lambda: shutil.copytree(tmp_path / "away", own, copy_function=shutil.copyfile), ""),
+        ((tmp_path / "set" / own_set.MADE_FROM).unlink, "it has no list made_from.txt"),  # as in a set of drawings
+    ):
+        change()
+        if told:
+            said = refusal(lambda: own_set.ensure(cfg))
+            assert said.startswith(words) and f"{told}; for a new set and its run give another --data.train=" in said
+            assert "remove" not in said
+        else:
+            own_set.ensure(cfg)
+    told = capsys.readouterr().err
+    assert told.count(f"data.pictures={own} is gone; {tmp_path / 'set'} is used") == 1
+    with pytest.raises(FileNotFoundError, match="none"):
+        own_set.ensure(config_file.replace(cfg, data__pictures=str(tmp_path / "none")))
+    with monkeypatch.context() as patch:
+        patch.chdir(own)
+        here = config_file.replace(cfg, data__train="train")
+        assert "remove" not in (said := refusal(lambda: own_set.ensure(here))) and "give another --data.train" in said
     for path in [*own.glob("*.png")][20:]:
         path.unlink()
     few = config_file.replace(cfg, data__train=str(tmp_path / "few" / "train"))
     told = refusal(lambda: own_set.ensure(few))
     assert " for: not in the folder," in told and ". One picture of 10 is held out, and 8 must be; give 80" in told
-    assert not list(tmp_path.glob("*few*"))
+    assert not list(tmp_path.glob("few"))
     assert [sum(map(own_set.is_held_out, range(10 * tens))) for tens in range(30)] == [*range(30)], "80 are enough"
     assert len({number % 10 for number in filter(own_set.is_held_out, range(100))}) == 10, (
         "no period of a folder counts"
@@ -134,7 +151,20 @@ def test_the_judge_tells_what_a_picture_shows():
     assert toy.judge(pictures, captions) == {}, "as data sets have them"
     others = captions[1:] + captions[:1]
     assert toy.judge(pictures, others) == dict(zip(others, captions))
-    noise = np.random.default_rng(0).standard_normal((3, 64, 64)).clip(-1, 1)
+    white = np.full((3, 64, 64), 2 * toy.BACKGROUND - 1, np.float32)
+    noises = np.random.default_rng(0).standard_normal((18, 3, 64, 64))
+    for drawing, noise in zip(toy.held_out(), noises):
+        own = toy.render(drawing, 64, 64)
+        strange = [white, -white, noise.clip(-1, 1), (own + 2 * noise).clip(-1, 1), (white + own) / 2]
+        for second in everything:
+            if second.place != drawing.place:
+                other = toy.render(second, 64, 64)
+                strange.append(np.where(other == white, own, other))
+        assert [len(toy.judge([picture], [drawing.caption])) for picture in strange] == [1] * len(strange)
+        kept = toy.decode(toy.encode(own))
+        assert toy.judge([kept, own + 0.25 * noise], [drawing.caption] * 2) == {}
+    assert toy.judge([noises[0].clip(-1, 1)], ["any"]) == {"any": "no drawing"}
+    noise = noises[0].clip(-1, 1)
     drawing = toy.held_out()[0]
     far = toy.render(drawing, 64, 64, dx=0.3)
     for picture in (noise, far):

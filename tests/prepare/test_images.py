@@ -153,7 +153,7 @@ def test_a_stopped_command_goes_on_with_the_parts_that_are_not_done(nets, tmp_pa
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"in", "whole", "stopped.partial"}
     monkeypatch.setattr(Picture, "load", None)  # no picture is read again
     assert prepare.main(stopped) == 0 and contents(tmp_path / "stopped") == contents(tmp_path / "whole")
-    assert "exists; remove it" in refused(stopped, capsys)
+    assert "exists; choose another --output" in refused(stopped, capsys)
 
 
 def test_too_few_pictures_are_refused_before_encoders_load(nets, tmp_path, capsys):

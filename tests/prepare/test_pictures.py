@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import socket
 import tarfile
 import unicodedata
 from collections.abc import Iterator
@@ -212,6 +213,8 @@ def outcome(folder: Path, column: str = "text") -> list[tuple[str, str]]:
 
 def test_a_folder_gives_each_picture_with_the_text_of_its_name(tmp_path):
     beside = {"IMG_1.PNG": PNG, "IMG_1.TXT": CAT, "cat.2.webp": PNG, "cat.2.json": '{"caption": "a cat"}'}
+    beside |= {"kohya.png": PNG, "kohya.caption": CAT, "kohya.json": "{}"}
+    beside |= {"both.png": PNG, "both.txt": CAT, "both.caption": b"a dog"}
     beside |= {"two.png": PNG, "two.jpg": PNG, "two.txt": CAT, "alone.gif": PNG, "note.pdf": b"", "README.txt": CAT}
     root = put(
         tmp_path / "in", beside | {".hidden.png": PNG, "sub/.DS_Store": b"", "sub/a.jpeg": PNG, "sub/a.txt": CAT}
@@ -219,18 +222,29 @@ def test_a_folder_gives_each_picture_with_the_text_of_its_name(tmp_path):
     put(tmp_path / "elsewhere", {"b.png": PNG, "b.txt": CAT})
     (root / "linked").symlink_to(tmp_path / "elsewhere")
     (root / "sub" / "loop").symlink_to(root)
-    (root / "gone.png").symlink_to("nowhere.png")
-    os.mkfifo(root / "pipe.png")
+    for name in ("gone.png", "gone.tar", "metadata.csv"):
+        (root / name).symlink_to("nowhere")
+    for name in ("pipe.png", "pipe.tar.gz", "metadata.jsonl"):
+        os.mkfifo(root / name)
+    with socket.socket(socket.AF_UNIX) as ear:
+        ear.bind(os.path.relpath(root / "ear.tar"))
     for name in ("gone.txt", "pipe.txt"):
         (root / name).write_bytes(CAT)
-    assert outcome(root) == [
+    nothing = [(name, "no regular file") for name in ("ear.tar", "gone.tar", "metadata.csv", "metadata.jsonl")]
+    assert sorted(outcome(root)) == [
         ("IMG_1.PNG", "= a cat"),
         ("alone.gif", "no caption"),
+        ("both.png", "= a cat"),
         ("cat.2.webp", "= a cat"),
-        ("gone.png", "unreadable file"),
+        nothing[0],
+        ("gone.png", "no regular file"),
+        nothing[1],
+        ("kohya.png", "= a cat"),
         ("linked/b.png", "= a cat"),
+        *nothing[2:],
         ("note.pdf", "unsupported type"),
-        ("pipe.png", "unreadable file"),
+        ("pipe.png", "no regular file"),
+        ("pipe.tar.gz", "no regular file"),
         ("sub/a.jpeg", "= a cat"),
         ("two.jpg", TWINS),
         ("two.png", TWINS),

@@ -75,7 +75,7 @@ def test_what_is_there_stays_and_what_breaks_off_leaves_nothing(saved, tmp_path,
         argv = [str(saved), str(tmp_path / "out"), f"--format={layout}", f"--config={MICRO}"]
         assert errors.run("export", export.main, argv) == 3
         argv[1] = str(saved)
-        assert "saved.safetensors exists; remove it" in refusal(export.main, argv)
+        assert "saved.safetensors exists; choose another" in refusal(export.main, argv)
         assert [*tmp_path.iterdir()] == [saved] and saved.read_bytes() == before
 
 

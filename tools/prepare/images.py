@@ -211,8 +211,10 @@ def run(args: argparse.Namespace) -> int:
         if world.size == 1:  # with more, torchrun ends the others after an error
             stack.callback(ranks.stop)
         with ranks.agreed():
-            job.require_new(args.output)
-            listed = captioned.find(args.input) if world.rank == 0 else []
+            listed = []
+            if world.rank == 0:
+                job.require_new(args.output)
+                listed = captioned.find(args.input)
         listed = ranks.gather_objects(listed)[0]
         with ranks.agreed():
             parts = captioned.parts_of(args.input, listed, args.caption_column, PER_PART)

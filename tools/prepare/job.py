@@ -31,14 +31,35 @@ def folder(text: str) -> Path:
 
 
 def require_new(final: Path) -> None:
-    """Raises: Refusal."""
+    """What a killed command left beside a whole set goes away. Raises: Refusal."""
     if final.exists():
-        raise Refusal(f"{final} exists; remove it or choose another --output")
+        with _alone(final):
+            pass
 
 
 def partial_of(final: Path) -> Path:
     """Where a set grows. Each file there that has its name is whole."""
     return final.with_name(f"{final.name}.partial")
+
+
+@contextmanager
+def _alone(final: Path) -> Iterator[None]:
+    """No other process makes `final` in this block. Raises: Refusal if one is at work, or if `final` exists."""
+    rest = partial_of(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with files.lock(final.with_name(f".{final.name}.lock"), str(rest)):
+        files.clear(final.parent, final.name)
+        if final.exists():
+            if (rest / MADE_FROM).exists() and not (rest / "set").exists():
+                _discard(final)
+            raise Refusal(f"{final} exists; choose another --output")
+        yield
+
+
+def _discard(final: Path) -> None:
+    """Remove the rest of partial_of(final). It goes under a name that the next start clears, if this one is killed."""
+    partial_of(final).rename(final.with_name(f".{final.name}.the_rest{files.PARTIAL}"))
+    files.clear(final.parent, final.name)
 
 
 @contextmanager
@@ -50,26 +71,23 @@ def growing(final: Path, made_from: dict) -> Iterator[Path]:
     """
     folder = partial_of(final)
     note = folder / MADE_FROM
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    own = final.with_name(f".{final.name}.lock")
-    with files.lock(own, str(folder)):
-        require_new(final)
+    with _alone(final):
         wanted = json.dumps(made_from)
-        if not note.exists():
-            files.remove(folder)  # what a killed process had begun to remove
-            folder.mkdir()
+        folder.mkdir(exist_ok=True)
+        for path in [*folder.rglob(f".*{files.PARTIAL}")]:  # of a killed process
+            files.remove(path)
+        if not any(folder.iterdir()):
             files.write_whole(note, wanted)
+        if not note.exists():
+            raise Refusal(f"{folder} holds files of something else; choose another --output")
         if note.read_text() != wanted:
             raise Refusal(f"{folder} was begun from another input or with other options; remove it to begin again")
-        for path in folder.rglob(f".*{files.PARTIAL}"):  # of a killed process
-            files.remove(path)
         (folder / "set").mkdir(exist_ok=True)
         yield folder
         files.sync(folder / "set")
-        note.unlink()  # from here on the rest of the folder is nothing to go on with
         (folder / "set").rename(final)
         files.sync(final.parent)
-        files.remove(folder)
+        _discard(final)
 
 
 def each(task: Callable, items: Iterable, workers: int, bar: tqdm) -> list:

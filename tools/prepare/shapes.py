@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from flux_ref import config_file
-from flux_ref.toy import make_shapes
+from flux_ref import config_file, toy
+from tools.prepare import job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal."""
     cfg = config_file.load(args.config)
-    make_shapes(args.out, cfg)
+    job.require_new(args.out)
+    toy.make_once(args.out, lambda: toy.make_shapes(args.out, cfg))
     print(f"{args.out}: {cfg.data.train_count} training and {cfg.data.val_count} validation samples")
     return 0
