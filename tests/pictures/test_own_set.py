@@ -91,7 +91,7 @@ def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path, c
     own_set.ensure(config_file.replace(cfg, data__pictures=str(tmp_path / "." / "pictures")))
     content = first.read_bytes()
     other = content[:-1] + bytes([content[-1] ^ 1])
-    words = f"the folder {tmp_path / 'set'} is no set of what {own} holds now: "
+    words = f"the folder {tmp_path / 'set'} was not made from what {own} holds now: "
     for change, told in (
         (lambda: os.utime(first, ns=(moment, moment + 1)), ""),
         (lambda: first.write_bytes(other), f"{first.name} has other content"),
@@ -101,7 +101,7 @@ def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path, c
         (lambda: ((own / "0.txt").unlink(), first.write_bytes(content)), ""),
         (lambda: own.rename(tmp_path / "away"), ""),
         (lambda: shutil.copytree(tmp_path / "away", own, copy_function=shutil.copyfile), ""),
-        ((tmp_path / "set" / own_set.MADE_FROM).unlink, "it has no list made_from.txt"),  # as in a set of drawings
+        ((tmp_path / "set" / own_set.MADE_FROM).unlink, "is new"),  # as in a set of drawings
     ):
         change()
         if told:
