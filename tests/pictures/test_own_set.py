@@ -16,6 +16,7 @@ from PIL import Image
 from run_files import contents
 
 from flux_ref import config_file, shards, toy
+from flux_ref.errors import Progress
 from flux_ref.pictures import own_set
 
 SIZES = ["--model.latent_height=8", "--model.latent_width=8"]
@@ -56,7 +57,10 @@ def stored(folder: Path, split: str) -> list[tuple[shards.Meta, shards.Arrays]]:
 
 def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
     cfg = config_file.load(MICRO, overrides(pictures, tmp_path / "set"))
+    before = Progress.total
     own_set.ensure(cfg)
+    # Each file is found, is read, becomes a sample or a row, and is compared, for the watch over hangs.
+    assert Progress.total - before > 4 * len([*pictures.iterdir()]) - 8
     train, val = (stored(tmp_path / "set", split) for split in ("train", "val"))
     rejected = dict(row.split("\t") for row in (tmp_path / "set" / "rejected.tsv").read_text().splitlines()[1:])
     assert rejected == {
@@ -138,9 +142,10 @@ def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path, c
 def test_one_command_trains_and_draws_a_folder(pictures, tmp_path, capsys):
     """And eval.py tells which words of a prompt are new."""
     run = tmp_path / "run"
-    options = [*overrides(pictures, tmp_path / "set"), f"--run.dir={run}", "--sample.count=2", "--sample.steps=2"]
+    options = [*overrides(pictures, tmp_path / "set"), f"--run.dir={run}", "--sample.count=20", "--sample.steps=2"]
     assert called("train.py", str(MICRO), *options) == 0
     assert (run / "samples" / "000000060.png").is_file() and not (run / "pictures.jsonl").exists()
+    assert "  16 pictures, as no more captions differ: " in capsys.readouterr().out
     assert called("eval.py", str(run), "--draw-only", "--prompt", "A teal ring, above a purple bar") == 0
     assert "unknown_words          purple\n" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "set")  # prompts need no data set
