@@ -254,7 +254,7 @@ def _listed(root: Path, listing: str, files: list[str], column: str) -> list[Pic
             reason = "" if name.lower().endswith(SUFFIXES) else "unsupported type"
         caption: dict[str, Content] = {".json": json.dumps({"caption": row.get(column)}).encode()}
         found.append(Picture(name, reason, root / name if name in names else b"", caption))
-    return found + [Picture(name, f"not in {listing}") for name in rest]
+    return found + [Picture(name, f"not in {listing}", root / name) for name in rest]
 
 
 def _plain(name: str) -> str:

@@ -36,19 +36,27 @@ def ensure(cfg: Config) -> None:
     if note.is_file() and not root.exists():
         notice(f"data.pictures={root} is gone; {folder} is used as it was made from it")
         return
-    now = {name: _size_and_time(root / name) for name in counted(captioned.find(root))}
-    toy.make_once(folder, lambda: make(folder, root, now, cfg.model))
-    made_from = files.json_object(note.read_bytes()) if note.is_file() else {}
-    if differs := f"it has no list {MADE_FROM}" if not made_from else _difference(root, now, made_from):
+    toy.make_once(folder, lambda: make(folder, root, cfg.model))
+    made_from = files.json_object(note.read_bytes() if note.is_file() else b"")
+    if differs := _difference(_looked_at(root, made_from), made_from):
         raise Refusal(
-            f"the folder {folder} is no set of what {root} holds now: {differs};"
+            f"the folder {folder} was not made from what {root} holds now: {differs};"
             " for a new set and its run give another --data.train=DIR/train, --data.val=DIR/val and --run.dir"
         )
 
 
-def _size_and_time(path: Path) -> list[int]:
-    """Of a regular file; zeros of anything else, which nothing reads. Raises: OSError."""
-    return [path.stat().st_size, path.stat().st_mtime_ns] if os.path.isfile(path) else [0, 0]
+def _looked_at(root: Path, known: dict[str, list]) -> dict[str, list]:
+    """{name: [size, time, checksum]} of the files of a folder. A file of known size and time is not read again."""
+    names = captioned.find(root)
+    found = {}
+    for name in progress(names, desc=f"looking at {root}", unit=" files", leave=False, delay=2):
+        found[name] = [0, 0, ""]  # of what is no regular file; a pipe would wait for ever
+        if os.path.isfile(root / name):
+            stat = (root / name).stat()
+            found[name] = [stat.st_size, stat.st_mtime_ns]
+            old = known.get(name, [])
+            found[name] = old if old[:2] == found[name] else [*found[name], _checksum(root / name)]
+    return found
 
 
 def _checksum(path: Path) -> str:
@@ -59,31 +67,26 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _difference(root: Path, now: dict[str, list], made_from: dict[str, list]) -> str:
+def _difference(now: dict[str, list], made_from: dict[str, list]) -> str:
     """The first file that is not as it was, in words; empty if there is none."""
-    for name in counted(sorted({*now, *made_from})):
+    for name in sorted({*now, *made_from}):
         if (name in now) != (name in made_from):
             return f"{name} is {'new' if name in now else 'gone'}"
-        size, moment, checksum = made_from[name]
-        if now[name][0] != size:
+        if now[name][0] != made_from[name][0]:
             return f"{name} has another size"
-        if size and now[name][1] != moment and _checksum(root / name) != checksum:
+        if now[name][2] != made_from[name][2]:
             return f"{name} has other content"
     return ""
 
 
-def make(folder: Path, root: Path, now: dict[str, list[int]], model: ModelConfig) -> None:
-    """Write the set, which appears once it is whole, and say what there is.
-
-    now: the size and time of each file, by the names that captioned.find gives.
-    """
+def make(folder: Path, root: Path, model: ModelConfig) -> None:
+    """Write the set, which appears once it is whole, and say what there is."""
+    made_from = _looked_at(root, {})
     counts = Counter[str]()
     rejected = []
     pairs: list[np.ndarray] = []  # for codec.png: a picture, then what the codec makes of it
     titles: list[str] = []
-    found = chain.from_iterable(part() for part in captioned.parts_of(root, [*now], "text", 1000))
-    sums = progress(now, desc=f"reading {root}", unit=" files", leave=False)
-    made_from = {name: [*now[name], now[name][0] and _checksum(root / name)] for name in sums}  # a pipe has size 0
+    found = chain.from_iterable(part() for part in captioned.parts_of(root, [*made_from], "text", 1000))
     with files.whole(folder, is_new=True) as place:
         with ExitStack() as stack:
             new = {

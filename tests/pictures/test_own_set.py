@@ -16,10 +16,12 @@ from PIL import Image
 from run_files import contents
 
 from flux_ref import config_file, shards, toy
+from flux_ref.errors import Progress
 from flux_ref.pictures import own_set
 
 SIZES = ["--model.latent_height=8", "--model.latent_width=8"]
 MODEL = config_file.load(MICRO, SIZES).model
+PIPES = shutil.ignore_patterns("pipe.*")
 
 
 def overrides(pictures: Path, folder: Path) -> list[str]:
@@ -40,6 +42,8 @@ def pictures(tmp_path_factory) -> Path:
     bad = {"cut.png": whole[:100], "empty.png": b"", "text.png": b"text", "plain.bmp": b"BM", "alone.png": whole}
     for name, content in bad.items():
         (folder / name).write_bytes(content)
+    os.mkfifo(folder / "pipe.tar")
+    (folder / "gone.jpg").symlink_to("nowhere")
     rows += [json.dumps({"file_name": name, "text": "a thing"}) for name in bad if name != "alone.png"]
     (folder / "metadata.jsonl").write_text("\n".join(rows))
     return folder
@@ -53,7 +57,10 @@ def stored(folder: Path, split: str) -> list[tuple[shards.Meta, shards.Arrays]]:
 
 def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
     cfg = config_file.load(MICRO, overrides(pictures, tmp_path / "set"))
+    before = Progress.total
     own_set.ensure(cfg)
+    # Each file is found, is read, becomes a sample or a row, and is compared, for the watch over hangs.
+    assert Progress.total - before > 4 * len([*pictures.iterdir()]) - 8
     train, val = (stored(tmp_path / "set", split) for split in ("train", "val"))
     rejected = dict(row.split("\t") for row in (tmp_path / "set" / "rejected.tsv").read_text().splitlines()[1:])
     assert rejected == {
@@ -62,6 +69,8 @@ def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
         "text.png": "not a picture",
         "plain.bmp": "unsupported type",
         "alone.png": "not in metadata.jsonl",
+        "pipe.tar": "no regular file",
+        "gone.jpg": "no regular file",
     }
     assert len(train) + len(val) == 160 and len(val) == 16
     assert [meta.timestep for meta, _ in val] == [i % 8 for i in range(len(val))]
@@ -74,13 +83,13 @@ def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
         wanted = toy.encode_caption(meta.caption, MODEL, own=True) | {"mean": toy.encode(picture)}
         assert all((members[name] == shards.to_bf16_bits(values)).all() for name, values in wanted.items())
     shown = capsys.readouterr().out
-    assert f"{len(train)} pictures to train on and {len(val)} held out; 5 rejected" in shown
+    assert f"{len(train)} pictures to train on and {len(val)} held out; 7 rejected" in shown
     assert "toy codec changes a colour by" in shown and (tmp_path / "set" / "codec.png").is_file()
 
 
 def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path, capsys, monkeypatch):
     own = tmp_path / "pictures"
-    shutil.copytree(pictures, own)
+    shutil.copytree(pictures, own, ignore=PIPES, symlinks=True)
     cfg = config_file.load(MICRO, overrides(own, tmp_path / "set"))
     own_set.ensure(cfg)
     before = contents(tmp_path)
@@ -91,7 +100,7 @@ def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path, c
     own_set.ensure(config_file.replace(cfg, data__pictures=str(tmp_path / "." / "pictures")))
     content = first.read_bytes()
     other = content[:-1] + bytes([content[-1] ^ 1])
-    words = f"the folder {tmp_path / 'set'} is no set of what {own} holds now: "
+    words = f"the folder {tmp_path / 'set'} was not made from what {own} holds now: "
     for change, told in (
         (lambda: os.utime(first, ns=(moment, moment + 1)), ""),
         (lambda: first.write_bytes(other), f"{first.name} has other content"),
@@ -100,8 +109,8 @@ def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path, c
         (lambda: (own / "more.txt").rename(own / "0.txt"), "0.txt is new"),
         (lambda: ((own / "0.txt").unlink(), first.write_bytes(content)), ""),
         (lambda: own.rename(tmp_path / "away"), ""),
-        (lambda: shutil.copytree(tmp_path / "away", own, copy_function=shutil.copyfile), ""),
-        ((tmp_path / "set" / own_set.MADE_FROM).unlink, "it has no list made_from.txt"),  # as in a set of drawings
+        (lambda: shutil.copytree(tmp_path / "away", own, symlinks=True, copy_function=shutil.copyfile), ""),
+        ((tmp_path / "set" / own_set.MADE_FROM).unlink, "is new"),  # as in a set of drawings
     ):
         change()
         if told:
@@ -133,9 +142,10 @@ def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path, c
 def test_one_command_trains_and_draws_a_folder(pictures, tmp_path, capsys):
     """And eval.py tells which words of a prompt are new."""
     run = tmp_path / "run"
-    options = [*overrides(pictures, tmp_path / "set"), f"--run.dir={run}", "--sample.count=2", "--sample.steps=2"]
+    options = [*overrides(pictures, tmp_path / "set"), f"--run.dir={run}", "--sample.count=20", "--sample.steps=2"]
     assert called("train.py", str(MICRO), *options) == 0
     assert (run / "samples" / "000000060.png").is_file() and not (run / "pictures.jsonl").exists()
+    assert "  16 pictures, as no more captions differ: " in capsys.readouterr().out
     assert called("eval.py", str(run), "--draw-only", "--prompt", "A teal ring, above a purple bar") == 0
     assert "unknown_words          purple\n" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "set")  # prompts need no data set

@@ -231,6 +231,7 @@ def test_a_folder_gives_each_picture_with_the_text_of_its_name(tmp_path):
     for name in ("gone.txt", "pipe.txt"):
         (root / name).write_bytes(CAT)
     nothing = [(name, "no regular file") for name in ("ear.tar", "gone.tar", "metadata.csv", "metadata.jsonl")]
+    before = errors.Progress.total
     assert sorted(outcome(root)) == [
         ("IMG_1.PNG", "= a cat"),
         ("alone.gif", "no caption"),
@@ -249,6 +250,7 @@ def test_a_folder_gives_each_picture_with_the_text_of_its_name(tmp_path):
         ("two.jpg", TWINS),
         ("two.png", TWINS),
     ]
+    assert errors.Progress.total - before == 3, "each folder counts for the watch over hangs"
 
 
 def test_each_row_and_each_file_is_a_sample_or_is_rejected_with_a_reason(tmp_path):
