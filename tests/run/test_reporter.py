@@ -4,6 +4,7 @@ import errno
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -48,14 +49,14 @@ def test_in_a_log_file_a_bar_has_lines_of_its_own_and_messages_stand_as_they_are
     cfg = micro_config(run__dir=str(tmp_path), train__max_samples=10**12)
     report = Reporter(cfg, SimpleNamespace(rank=0), lambda line: None)
     report.begin(0)
-    for line in ("one", "  two"):
-        report.say(line)
+    report.say("  one")
+    report.say("two")
     report.bar.update(7200)
     report.close()
     for _ in progress(range(3), desc="short", leave=False):
         report.say("three")
     out, err = capsys.readouterr()
-    assert out == "one\n  two\n" + 3 * "three\n"
+    assert out == "  one\ntwo\n" + 3 * "three\n"
     told = err.splitlines()
     assert [line for line in told if line != line.strip() or not line] == [] and len(set(told)) == len(told) == 3, told
     for line, words in zip(told, ("| 0/1,000,000,000,008 [", "| 7,200/1,000,000,000,008 [", "short:   0%")):
@@ -66,11 +67,8 @@ def test_a_sheet_at_the_end_is_judged_once_though_the_run_was_killed_behind_it(s
     run = tmp_path / "run"
     argv = micro_run(shapes_dir, run, "--sample.count=2", "--sample.steps=1", "--sample.every_samples=24")
 
-    def struck(*given: object) -> None:
-        raise Fault("struck")
-
     with monkeypatch.context() as patch:
-        patch.setattr(Reporter, "conclude", struck)
+        patch.setattr(Reporter, "conclude", Mock(side_effect=Fault("struck")))
         assert called("train.py", *argv) == 3
     assert called("train.py", *argv) == 0
     assert [record["samples"] for record in lines(run, "pictures.jsonl")] == [24, 48, 60]
