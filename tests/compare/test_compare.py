@@ -54,15 +54,13 @@ def test_the_table_pairs_runs_by_their_seeds_at_the_evaluations_that_all_have(ru
 def test_what_makes_no_pairs_is_refused(runs, tmp_path):
     a = runs("a", {0: {24: 1.0}, 1: {24: 1.0}})
     b = runs("b", {0: {24: 1.0}, 1: {36: 1.0}})
-    broken = runs("broken", {0: {24: 1.0}, 1: {24: 1.0}})
-    with open(f"{broken[1]}/eval.jsonl", "a") as file:
-        file.write('{"samples": 36}\n')
+    broken = runs("broken", {0: {24: 1.0}, 1: {24: None}})
     for (left, right), words in (
         ((a, b[:1]), "give each a run of each seed"),
         ((a[:1], b[:1]), "at least two"),
         (([*a, a[0]], [*b, b[0]]), "two runs have one train.seed"),
         ((a, b), "share no evaluation"),
-        ((broken, b), "eval.jsonl, line 2 is no record with the numbers samples and val_loss; mend it"),
+        ((broken, b), "eval.jsonl, line 1 is no record with the numbers samples and val_loss; mend it"),
         (([str(tmp_path)], b), "config.toml is no file"),
     ):
         assert words in refusal(compare.main, ["--a", *left, "--b", *right]), words

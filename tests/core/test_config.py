@@ -131,10 +131,10 @@ def test_a_value_lies_within_the_bounds_of_its_key_or_is_one_of_its_choices(tmp_
                 assert (f" must be {known.allowed}" in said) == (value in outside), (key, value, said)
 
 
-def test_what_would_take_minutes_in_silence_or_divide_by_zero_is_out_of_bounds():
-    silent = ("data.prefetch", "data.workers", "train.synthetic_steps", "sample.steps", "model.double_blocks")
-    many = ("train.global_batch", "eval.batch", "precision.history")
-    assert [key for key in (*silent, *many) if KEYS[key].allows(10**9)] == [] and not KEYS["optim.eps"].allows(0.0)
+def test_what_would_take_minutes_in_silence_is_out_of_bounds():
+    silent = "data.prefetch data.workers train.synthetic_steps sample.steps model.double_blocks train.global_batch"
+    silent += " eval.batch precision.history"
+    assert [key for key in silent.split() if KEYS[key].allows(10**9)] == []
 
 
 def test_text_that_no_file_could_hold_is_refused(tmp_path):

@@ -173,7 +173,7 @@ def test_a_prompt_draws_as_its_stored_caption_and_guidance_takes_the_empty_one(r
 
 
 REFUSED = {  # words of the line -> options
-    "config none.toml is no file": ["--config=none.toml"],
+    "/here/none.toml is no file": ["--config=none.toml"],
     "autoencoder none.safetensors is no file": [
         "--data.kind=embeddings",
         "--sample.count=1",
@@ -181,7 +181,7 @@ REFUSED = {  # words of the line -> options
     ],
     "has no ae.safetensors; fetch it: hf download": ["--data.kind=embeddings", "--prompt=x"],
     r"--prompt: invalid utf8 value: 'caf\udce9'": ["--prompt=caf\udce9"],
-    "list of prompts none.txt is no file": ["--prompts=none.txt"],
+    "/here/none.txt is no file": ["--prompts=none.txt"],
     "data.val is empty; give --data.val=DIR, or --prompt=TEXT with --draw-only": ["--data.val="],
     "--draw-only has nothing to draw": ["--draw-only", "--sample.count=0"],
     "eval.batch=0": ["--eval.batch=0"],

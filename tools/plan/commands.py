@@ -99,7 +99,8 @@ def time(one: Plan, price: float) -> list[str]:
     off = 1 + assumed.range
     rate = one.cfg.train.global_batch / times.step
     mfu = flops.per_sample(one.cfg.model) * rate / machine.gpus / (machine.gpu.bf16_tflops * 1e12)
-    hours = machine.gpus * one.train / 3600
+    whole = one.train / 3600
+    hours = machine.gpus * whole
     goal = f"to {EvalConfig.target} like the reference"
     if not one.reaches_target:
         goal = "to train.max_samples, as no reference point fits"
@@ -112,19 +113,10 @@ def time(one: Plan, price: float) -> list[str]:
         f"{rate:,.0f} samples/s, {rate / machine.gpus:,.1f} per GPU, MFU {mfu:.0%} of bf16; "
         f"an evaluation {one.evaluation:.1f} s",
         f"{goal}: {one.samples:,.0f} samples, {one.evaluations} evaluations",
-        f"  {duration(one.train)} ({duration(one.train / off)} to {duration(one.train * off)}), "
-        f"{hours:,.0f} GPU hours{cost}",
+        f"  {whole:,.1f} hours ({whole / off:,.1f} to {whole * off:,.1f}), {hours:,.0f} GPU hours{cost}",
         f"shares of the card's peaks: {assumed.gemm_share:g} of arithmetic, {assumed.memory_share:g} of bandwidth; "
         f"{assumed.source}; times may be off by a factor of {off:g}",
     ]
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words: 58 s, 12 min, 3.1 h."""
-    minutes = round(seconds / 60)
-    if minutes < 2:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} h"
 
 
 def main(argv: list[str]) -> int:
