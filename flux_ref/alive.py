@@ -155,9 +155,9 @@ class Alive:
             self.sent.wait()
             number = int(self.largest)
             if number == FAILED:
-                raise Interrupted(self.reason)
+                raise Interrupted(0, self.reason)
             if number:
-                raise Interrupted("", number)
+                raise Interrupted(number)
         else:
             self.group = ranks.host_group("stop")
             for number in SIGNALS:

@@ -176,18 +176,6 @@ def require_space(folder: Path, size: int, count: int = 1) -> None:
         raise OSError(f"{folder} has {room}; {remedy}")
 
 
-def most_new(cfg: Config, there: int, samples: int) -> int:
-    """How many more checkpoints a run will hold for a moment, when a new one is whole and the oldest is not yet gone.
-
-    there: checkpoints that it has. samples: trained so far.
-    """
-    batch = cfg.train.global_batch
-    left = schedule.steps_for(cfg.train.max_samples, batch) - samples // batch  # steps
-    every = cfg.checkpoint.every_samples or (cfg.eval.every_samples if cfg.data.val else 0)
-    saves = schedule.steps_for(left, schedule.steps_for(every, batch)) if every else 1
-    return max(1, min(cfg.checkpoint.keep + 1 - there, saves))
-
-
 class Saver:
     """Writes checkpoints behind the training, one at a time.
 
@@ -235,8 +223,10 @@ class Saver:
         with ranks.agreed():
             if self.world.rank == 0:
                 there = len(list_checkpoints(self.run)) if saved else 0  # others lie aside by then
-                samples = Checkpoint(saved).info["samples"] if saved else 0
-                require_space(folder, self.bytes, most_new(self.cfg, there, samples))
+                done = Checkpoint(saved).info["samples"] if saved else 0
+                # For a moment a new one is whole and the oldest is not yet gone.
+                count = min(self.cfg.checkpoint.keep + 1 - there, schedule.saves_after(done, self.cfg))
+                require_space(folder, self.bytes, max(1, count))
                 trial.touch()
         try:
             with ranks.agreed():

@@ -52,8 +52,8 @@ class Fault(Stop):
 class Interrupted(Stop):
     """All ranks stop the command at one point, after a signal or, with the exit code of a fault, after a failure."""
 
-    def __init__(self, reason: str, number: int = 0):
-        """reason: why; "" after a signal. number: of the signal."""
+    def __init__(self, number: int, reason: str = ""):
+        """number: of the signal; 0 for a failure. reason: of the failure."""
         super().__init__(reason or f"stopped by {signal.Signals(number).name}")
         self.exit_code = 128 + number if number else Fault.exit_code
 
@@ -115,7 +115,7 @@ def in_words(error: BaseException) -> Stop | None:
     if isinstance(error, Stop):
         return error
     if isinstance(error, KeyboardInterrupt):
-        return Interrupted("", signal.SIGINT)
+        return Interrupted(signal.SIGINT)
     if isinstance(error, ModuleNotFoundError):
         return Refusal(f"{error.name} is not here; install it, or change the key or option that asks for it")
     if isinstance(error, RecursionError):

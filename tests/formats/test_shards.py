@@ -237,11 +237,11 @@ def test_damage_stops_the_run_with_shard_sample_and_remedy(micro, folder, shard)
     used(data.ValSet)
     for timestep in (8, -1, None, 10**30):
         overwrite_json(shard, json.dumps({"timestep": timestep}))
-        with pytest.raises(Fault, match=f"bad val sample: some_00000001 has timestep {timestep}, want 0 to 7; remove"):
+        with pytest.raises(Fault, match=f"bad val sample: some_00000001 has timestep {timestep}, want 0 to 7; make"):
             used(data.ValSet)
     overwrite_value(shard, "mean", NAN)
     for kind, name in ((data.ValSet, "val"), (data.TrainSet, "train")):
-        where = f"bad {name} sample: {shard}, sample 1: mean holds NaN or infinite values; remove the data set"
+        where = f"bad {name} sample: {shard}, sample 1: mean holds NaN or infinite values; make the set anew"
         with pytest.raises(Fault, match=where):
             used(kind)
 

@@ -183,9 +183,9 @@ def test_the_judge_tells_what_a_picture_shows():
 
 
 FIRST_LINES = {  # options: what train.py says before it imports torch
-    "": "flux_ref trains configs/tiny.toml; data: data/shapes/train; the run's files: runs/tiny\n",
-    "--run.dir=elsewhere": "flux_ref trains configs/tiny.toml; data: data/shapes/train; the run's files: elsewhere\n",
-    "--run.dir=café": "flux_ref trains configs/tiny.toml; data: data/shapes/train; the run's files: caf\\xe9\n",
+    "": "flux_ref trains configs/tiny.toml; data: data/shapes/train; the run's files: runs/tiny; loading torch\n",
+    "--run.dir=runs/b": "flux_ref trains configs/tiny.toml; data: data/shapes/train; the run's files: runs/b; loading torch\n",
+    "--run.dir=é": "flux_ref trains configs/tiny.toml; data: data/shapes/train; the run's files: \\xe9; loading torch\n",
     "--no.key=1": "",
     "--help": "",
 }

@@ -191,7 +191,7 @@ def test_a_port_in_use_is_refused(attempt, shapes_dir, tmp_path, monkeypatch):
 def test_ctrl_c_before_the_first_step_ends_at_once_with_one_line_and_leaves_nothing(
     attempt, shapes_dir, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(StepRunner, "warm_up", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(StepRunner, "warm_up", lambda *_: signal.raise_signal(signal.SIGINT))
     code, _, line = attempt(*micro_run(shapes_dir, tmp_path / "run"))
     assert (code, line) == (130, "stopped by SIGINT") and not (tmp_path / "run").exists()
 

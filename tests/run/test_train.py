@@ -18,7 +18,7 @@ from flux_ref.model import parameter_table
 from flux_ref.pictures import artist
 
 FILES = {
-    *("checkpoints", "config.toml", "environment.json", "eval.jsonl", "loss.png"),
+    *(".lock", "checkpoints", "config.toml", "environment.json", "eval.jsonl", "loss.png"),
     *("metrics.jsonl", "outcome.json", "result_0.txt"),
     *(["tensorboard"] if importlib.util.find_spec("tensorboard") else []),
 }
