@@ -182,10 +182,11 @@ def test_the_judge_tells_what_a_picture_shows():
         assert drawing.caption in toy.judge([picture], [drawing.caption])
 
 
+FIRST = "flux_ref trains configs/tiny.toml; data: data/shapes/train; the run's files: {}; loading torch\n"
 FIRST_LINES = {  # options: what train.py says before it imports torch
-    "": "flux_ref trains configs/tiny.toml; data: data/shapes/train; the run's files: runs/tiny; loading torch\n",
-    "--run.dir=runs/b": "flux_ref trains configs/tiny.toml; data: data/shapes/train; the run's files: runs/b; loading torch\n",
-    "--run.dir=é": "flux_ref trains configs/tiny.toml; data: data/shapes/train; the run's files: \\xe9; loading torch\n",
+    "": FIRST.format("runs/tiny"),
+    "--run.dir=elsewhere": FIRST.format("elsewhere"),
+    "--run.dir=café": FIRST.format("caf\\xe9"),
     "--no.key=1": "",
     "--help": "",
 }
