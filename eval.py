@@ -158,7 +158,7 @@ def evaluate(cfg: Config, world: World, paths: list[Path], options: argparse.Nam
 def replaced(path: Path, given: Path) -> Path | None:
     """The newest checkpoint of the run that a user gave, if training has deleted the one at `path`. Collective."""
     with ranks.agreed():
-        newest = None if path.exists() else weights.find(given)
+        newest = None if path.exists() or path == given else weights.find(given)
     found = ranks.gather_objects(newest and str(newest))[0]
     return Path(found) if found else None
 

@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
         runner.capture(alive.mark)
         if saved:
             alive.mark("loading the checkpoint")
-            info = load(saved, state)
+            report.resume(load(saved, state))
         # What can be refused has been refused: from here on the run writes into its folder
         renamed_run = folder.begin(cfg, world, saved, stack)
         log.write_to(config.run_dir(cfg) / folder.LOG if world.rank == 0 else Path(os.devnull))
@@ -106,7 +106,6 @@ def main(argv: list[str]) -> int:
             report.say(f"  {renamed_run}")
         report.write_environment(runner.graph_bytes)
         if saved:
-            report.resume(info)
             log.disqualify(f"{RESUMED} {state.step}")
 
         # Train, until the target or train.max_samples is reached

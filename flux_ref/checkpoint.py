@@ -53,12 +53,14 @@ def step_of(checkpoint: Path) -> int:
 
 
 def prune(run: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what interrupted saves and deletions have left.
-
-    What cannot be removed now is tried again after the next save.
-    """
+    """Remove all but the newest `keep` checkpoints, and what interrupted saves and deletions have left."""
     for path in list_checkpoints(run)[:-keep]:
         path.rename(path.with_name(f".{path.name}.deleted"))
+    clear(run)
+
+
+def clear(run: Path) -> None:
+    """Remove what interrupted saves and deletions have left, as far as it can be removed now."""
     for path in files.matching(folder_of(run), ".step_*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -135,7 +137,6 @@ def host_copies(rows: Rows, pin: bool) -> list[Rows]:
 
 
 # Writing
-
 
 # Of each file: its CRC-32, and {key: (first row, number of rows)}. Manifests hold it, too.
 Written = dict[str, tuple[int, dict[str, tuple[int, int]]]]
@@ -288,9 +289,8 @@ class Saver:
         except Exception as error:  # on every rank: disks fill up
             self.failure = one_line(error)
         if self.world.rank == 0 and self.failure:
-            files.remove(partial)
-            rest = f"older ones are untouched; training goes on, but if it stops, {self._loss()} is lost"
-            self.say(f"checkpoint {final} NOT saved: {self.failure}; {rest}")
+            shutil.rmtree(partial, ignore_errors=True)
+            self.say(f"checkpoint {final} NOT saved: {self.failure}; if training stops now, {self._loss()} is lost")
         elif self.world.rank == 0:
             prune(self.run, self.cfg.checkpoint.keep)
             self.say(f"checkpoint {final} saved in {time.perf_counter() - begin:.1f} s")

@@ -86,14 +86,15 @@ def begin(cfg: Config, world: World, saved: Path | None, stack: ExitStack) -> st
     with ranks.agreed():
         if world.rank == 0:
             folder = config.run_dir(cfg).resolve()
+            for place in (folder, folder / "samples"):  # also of a run that is moved
+                files.clear(place)
+            checkpoint.clear(folder)
             if not saved and _holds_run(folder):
                 reason = "" if cfg.run.overwrite else " has no checkpoint to go on from, so this run begins anew; it"
                 told = f"the run that was in {folder}{reason} lies in {_move_aside(folder)}"
             if not folder.exists():
                 folder.mkdir()
                 stack.enter_context(files.lock(folder / LOCK, str(folder)))
-            for place in (folder, folder / "samples"):
-                files.clear(place)
             own = config_file.replace(cfg, run__dir=str(config.run_dir(cfg)), run__overwrite=False)
             files.write_whole(folder / CONFIG, config_file.dump(own))
             files.remove(folder / OUTCOME)  # of a run that is extended

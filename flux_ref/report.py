@@ -22,7 +22,7 @@ from flux_ref.attention import attention_kernel
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Say, one_line, printable, progress
 from flux_ref.evaluate import Validation
-from flux_ref.files import append, cut, write_whole
+from flux_ref.files import append, cut, records, write_whole
 from flux_ref.loss_chart import Curve
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World, device_name, peak_memory_gb
@@ -30,6 +30,7 @@ from flux_ref.step import NEVER, Health
 from flux_ref.step_runner import State, StepRunner
 
 PICTURES = "pictures.jsonl"
+FIGURES = {"metrics.jsonl": "loss", "eval.jsonl": "val_loss", PICTURES: "right"}  # that each record must have
 BAR = "{l_bar}{bar}| {n:,}/{total:,} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"  # digits as in messages
 
 
@@ -114,6 +115,8 @@ class Reporter:
             if self.speaks:
                 # An evaluation and a drawing at the checkpoint are repeated. A drawing there may also be the end's.
                 evaluates = schedule.evaluates(samples, self.cfg)
+                for name, figure in FIGURES.items():  # a damaged record is refused before a file changes
+                    records(self.folder / name, figure)
                 for name, line in info["unwritten"]:
                     if json.loads(line) not in cut(self.folder / name, "samples", samples):
                         append(self.folder / name, line)

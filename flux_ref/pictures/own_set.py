@@ -15,7 +15,7 @@ import numpy as np
 
 from flux_ref import files, shards, toy
 from flux_ref.config import Config, ModelConfig
-from flux_ref.errors import Refusal, counted, notice, one_line, progress
+from flux_ref.errors import Refusal, notice, one_line, progress
 from flux_ref.pictures import captioned, sheet
 from flux_ref.pictures.captioned import Rejected
 from flux_ref.schedule import TIMESTEPS
@@ -60,11 +60,9 @@ def _looked_at(root: Path, known: dict[str, list]) -> dict[str, list]:
 
 
 def _checksum(path: Path) -> str:
-    digest = hashlib.sha256()
     with suppress(OSError), path.open("rb") as file:  # the list of rejected pictures has what cannot be read
-        for block in counted(iter(lambda: file.read(2**20), b"")):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    return ""
 
 
 def _difference(now: dict[str, list], made_from: dict[str, list]) -> str:

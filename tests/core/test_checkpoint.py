@@ -20,7 +20,7 @@ from conftest import micro_config, micro_run, refusal, require_identical
 from run_files import column, saved_steps, tensors_of
 from safetensors.torch import load_file
 
-from flux_ref import checkpoint, config, config_file
+from flux_ref import checkpoint, config, config_file, schedule
 from flux_ref.alive import Alive
 from flux_ref.checkpoint import Checkpoint, Saver, TensorSlice
 from flux_ref.errors import Fault
@@ -214,7 +214,8 @@ def test_a_full_disk_costs_a_checkpoint_and_no_training(trains, tmp_path, monkey
     assert code == 3 and re.match("checkpoint of step 5 is not saved: .* has 0 GB free", line), line
     assert column(run, "step") == [1, 2, 3, 4, 5] and saved_steps(run) == [1]
     said = [line for line in out.splitlines() if line.startswith("checkpoint")]
-    assert len(said) == 6 and all("older ones are untouched" in line for line in said[1:]), "step 5 comes twice"
+    loss = "if training stops now, what came after step 1 is lost"
+    assert len(said) == 6 and all(loss in line for line in said[1:]), "step 5 comes twice"
     code, out, _ = trains(run, *often)
     assert code == 0 and "from step 1" in out and column(run, "step") == [1, 2, 3, 4, 5]
     large = checkpoint.folder_of(run).rename(tmp_path / "large")
@@ -222,6 +223,23 @@ def test_a_full_disk_costs_a_checkpoint_and_no_training(trains, tmp_path, monkey
     usage = lambda folder: SimpleNamespace(total=1, free=10**9 if folder.resolve() == large else 0)  # noqa: E731
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", usage)
     assert trains(run, "--train.max_samples=72")[0] == 0 and saved_steps(run) == [5, 6]
+
+
+def test_a_start_asks_for_the_room_that_its_checkpoints_will_take(trains, tmp_path, monkeypatch):
+    """By keep, the interval and samples: how many new ones. A run of 60 samples in steps of 12."""
+    cases = ((0, "x", 0, 2), (0, "", 0, 1), (12, "x", 0, 5), (12, "", 36, 2), (24, "x", 0, 3), (99, "x", 0, 1))
+    for every, val, done, count in cases:
+        cfg = micro_config(checkpoint__every_samples=every, data__val=val)
+        assert schedule.saves_after(done, cfg) == count, (every, val, done)
+    size = 12 * sum(prod(shape) for shape in parameter_table(micro_config().model).values())
+    for most, free, want in ((36, 2.9, 2), (36, 3.0, 0), (60, 0.9, 2), (60, 1.0, 0)):  # two are there for the last two
+        usage = SimpleNamespace(total=1, free=size * free)
+        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda folder, usage=usage: usage)
+        argv = ("--checkpoint.every_samples=12", f"--train.max_samples={most}")
+        code, _, line = trains(tmp_path / "run", *argv)
+        assert code == want and ("GB free; " in line) == bool(want), (most, free, line)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, free=0))
+    assert trains(tmp_path / "unknown")[0] == 0, "some file systems do not tell their size"
 
 
 def test_what_a_start_lacks_for_checkpoints_is_refused_and_leaves_nothing(trains, tmp_path, monkeypatch):

@@ -3,16 +3,19 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import MICRO, called, data_overrides, micro_run, script
 from run_files import lines
 from safetensors.torch import load_file, save_file
 
 import eval as eval_script
-from flux_ref import config_file
+from flux_ref import checkpoint, config_file
+from flux_ref.checkpoint import Checkpoint
 from flux_ref.pictures import sheet
 from tools import export
 
@@ -197,3 +200,21 @@ def test_what_means_nothing_is_refused_in_one_line_before_any_evaluation(run, ev
     (tmp_path / "notes.txt").write_text("not weights")  # named before data that is not there
     line = evaluate(tmp_path / "notes.txt", "--data.val=nowhere/val", code=2)
     assert f"weights {tmp_path}/notes.txt cannot be read as safetensors" in line
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_replaced_by_the_newest(run, evaluate, monkeypatch, tmp_path):
+    """One that was named has no replacement."""
+    want = [figures(record) for record in evaluate(run, "--all", "--json")]
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    real = Checkpoint._rows
+
+    def strike(self: Checkpoint, *args: object) -> torch.Tensor:
+        shutil.rmtree(newest, ignore_errors=True)
+        return real(self, *args)
+
+    monkeypatch.setattr(Checkpoint, "_rows", strike)
+    *_, newest = checkpoint.list_checkpoints(copy)
+    (found,) = evaluate(copy, "--json")
+    assert figures(found) == want[1] and found["weights"].endswith("step_000000004")
+    _, newest = checkpoint.list_checkpoints(copy)
+    assert "was deleted while it was read" in evaluate(newest, code=2)
