@@ -34,7 +34,7 @@ SIGNALS = (
     signal.SIGQUIT,
     signal.SIGINT,
 )
-NOTICE = b"\nCtrl-C: the run ends after one more step; a second Ctrl-C ends it at once\n"
+NOTICE = "Ctrl-C: the run ends after one more step; a second Ctrl-C ends it at once"
 PACKAGE = os.path.dirname(os.path.abspath(__file__))
 TICK_S = 1.0
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it
@@ -124,17 +124,14 @@ class Alive:
         )
 
     def _end(self, reason: str) -> None:
-        rank = os.environ.get("RANK", 0)
-        with contextlib.suppress(OSError):
-            os.write(2, f"\n{self.name}: rank {rank} on {os.uname().nodename}: {reason}\n".encode())
+        tell(f"{self.name}: rank {os.environ.get('RANK', 0)} on {os.uname().nodename}: {reason}")
         os._exit(Fault.exit_code)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.signal != signal.SIGINT:
             self.signal = number
             if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-                with contextlib.suppress(OSError):  # the same Ctrl-C has ended `tee`
-                    os.write(2, NOTICE)  # print() might interrupt itself
+                tell(NOTICE)
         elif number == (signal.SIGTERM if LAUNCHED in os.environ else signal.SIGINT):
             os._exit(128 + signal.SIGINT)  # torchrun repeats the first Ctrl-C, and makes SIGTERM of a second one
 
@@ -170,3 +167,9 @@ class Alive:
         """All is saved, so a signal may end this rank at once from now on."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
+
+
+def tell(line: str) -> None:
+    """Write a line to standard error, below the bar of a terminal. print() might interrupt itself."""
+    with contextlib.suppress(OSError):  # the same Ctrl-C has ended `tee`
+        os.write(2, ("\n" * os.isatty(2) + f"{line}\n").encode())

@@ -46,9 +46,8 @@ SWITCH = "precision.switch"  # its entries that begin after the checkpoint may c
 def require_own(path: str, cfg: Config, overrides: list[str]) -> None:
     """Raises: Refusal for the config.toml of a run that names the folder of another run, as after a copy or a move."""
     folder = Path(path).parent
-    is_of_run = Path(path).name == CONFIG and (folder / LOG).exists()
-    is_given = any(text.startswith("--run.dir=") for text in overrides)
-    if is_of_run and not is_given and config.run_dir(cfg).resolve() != folder.resolve():
+    is_of_run = Path(path).name == CONFIG and (folder / LOG).exists() and "run.dir" not in config_file.parsed(overrides)
+    if is_of_run and config.run_dir(cfg).resolve() != folder.resolve():
         raise Refusal(f"{path} lies in a run's folder, but its run.dir is {cfg.run.dir}; give --run.dir={folder}")
 
 

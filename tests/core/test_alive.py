@@ -99,7 +99,7 @@ def test_what_is_a_second_ctrl_c(monkeypatch, capfd):
         watcher._take(signal.SIGINT, None)
         watcher._take(number, None)
         assert (end, watcher.signal) == ([130] * ends, signal.SIGINT), (is_launched, number)
-        assert capfd.readouterr().err == alive.NOTICE.decode()
+        assert capfd.readouterr().err == f"{alive.NOTICE}\n"
         end.clear()
 
 
