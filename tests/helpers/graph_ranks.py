@@ -70,7 +70,7 @@ def history(cfg: Config, world: World) -> dict:
         "flags": [float(steps.health.step), *steps.health.first_bad.tolist()],
         "state": everything(state),
         "captured": isinstance(steps, graphs.CapturedRunner),
-        "pictures": [picture.tobytes() for picture in pictures],
+        "pictures": [latent.cpu().numpy().tobytes() for latent in pictures],
     }
 
 
