@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
-from conftest import micro_run
+from conftest import micro_run, script
 from killing import Job, send
 from run_files import count, newest
 
@@ -69,6 +69,13 @@ def test_progress_of_any_rank_is_progress_of_all_and_a_lost_store_leaves_each_ra
         assert second._progress() == seen + 1
         second.store = SimpleNamespace(add=Mock(side_effect=RuntimeError))
         assert second._progress() == second._progress() == second.marks + errors.Progress.total
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_files_of_another_rank_does_not_hang(tmp_path):
+    argv = micro_run(tmp_path / "data", tmp_path / "run", "--run.hang_s=2.5", "--train.max_samples=12")
+    done = script("tests/helpers/slow_set.py", *argv, ranks=2)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_stuck_rank_names_its_line_and_the_key_that_gives_a_compiler_more_time():

@@ -242,7 +242,11 @@ def test_the_life_of_a_folder_is_the_table_of_its_module(whole, shapes_dir, tmp_
             else:
                 require_equal_runs(place, whole)
                 goes_on = "resume  the run in this folder, from step 3" in out
-                found = [saved_steps(place) == [3, 5], goes_on == (want == "goes on"), not left_in(place)]
+                found = [
+                    saved_steps(place) == [3, 5],
+                    goes_on == (want == "goes on"),
+                    not left_in(place) + left_in(aside),
+                ]
                 found += [aside.exists() == (want == "moves aside")]
             if not all(found):
                 wrong.append((state, overwrite, code, line, found))

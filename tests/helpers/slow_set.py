@@ -1,0 +1,21 @@
+"""train.py, whose rank 0 makes a data set for longer than run.hang_s, file by file. Started by fork_ranks.py."""
+
+import time
+from pathlib import Path
+
+from flux_ref import config, errors, toy
+from train import main as train
+
+MAKES_S = 5.0
+
+
+def main(*argv: str) -> int:
+    real = toy.make_shapes
+
+    def slowly(folder: Path, cfg: config.Config) -> None:
+        for _ in errors.counted(range(50)):
+            time.sleep(MAKES_S / 50)
+        real(folder, cfg)
+
+    toy.make_shapes = slowly
+    return errors.run("train.py", train, [*argv])
