@@ -70,7 +70,7 @@ def start_values(seed: int, name: str, kind: str, width: float, start: int, coun
     kind: zeros, ones, normal (standard deviation width), or uniform (from -width to width), as model.start_of tells.
     """
     if kind in ("zeros", "ones"):
-        return np.full(count, 1.0 if kind == "ones" else 0.0, np.float32)
+        return np.full(count, kind == "ones", np.float32)
     key = name_key(name)
     if kind == "normal":
         values = normals(seed, INIT, (count,), sample=key, start=start)

@@ -326,5 +326,6 @@ def write_empty(folder: Path, encodings: Arrays) -> None:
     with files.whole(folder, is_new=True) as place:
         place.mkdir(parents=True)
         for name, array in encodings.items():
-            np.save(place / f"{name}_empty.npy", array)
-            files.sync(place / f"{name}_empty.npy")
+            path = place / f"{name}_empty.npy"
+            np.save(path, array)
+            files.sync(path)
