@@ -95,13 +95,12 @@ def each(task: Callable, items: Iterable, workers: int, bar: tqdm) -> list:
     A task calls advance(count) now and then. It moves the bar, and ends the task once another task has failed.
     Raises: what a task raises; KeyboardInterrupt. No thread is at work then.
     """
-    lock = threading.Lock()
     stop = threading.Event()
 
     def advance(count: int) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
-        with lock:
+        with bar.get_lock():
             bar.update(count)
 
     with ThreadPoolExecutor(workers) as pool:
