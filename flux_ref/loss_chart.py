@@ -23,13 +23,8 @@ Curve = list[tuple[float, float]]  # training samples, loss
 
 def span(curves: Sequence[Curve], target: float = 0.0) -> tuple[float, float]:
     """The range that a chart shows: the target (0: none) and all losses but the high ones at the start of each run."""
-    every = []
-    late = []
-    for curve in curves:
-        for samples, loss in curve:
-            every.append(loss)
-            if samples >= EARLY * curve[-1][0]:
-                late.append(loss)
+    every = [loss for curve in curves for _, loss in curve]
+    late = [loss for curve in curves for samples, loss in curve if samples >= EARLY * curve[-1][0]]
     high = max([target, *late])
     low = min([target or high, *every])
     margin = 0.04 * (high - low) or 1.0

@@ -58,7 +58,7 @@ def attention(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor) -> Tensor:
 
     q, k: after norm and RoPE. All three have the dtype of the activations.
     """
-    q_BHSK, k_BHSK, v_BHSK = q_BSHK.transpose(1, 2), k_BSHK.transpose(1, 2), v_BSHK.transpose(1, 2)
+    q_BHSK, k_BHSK, v_BHSK = [x_BSHK.transpose(1, 2) for x_BSHK in (q_BSHK, k_BSHK, v_BSHK)]
     out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK)
     return out_BHSK.transpose(1, 2).flatten(2)
 
@@ -92,17 +92,22 @@ class RMSNorm(nn.Module):
 
 
 class QKNorm(nn.Module):
-    """RMS norms of queries and keys over each head, then RoPE."""
+    """Splits queries, keys and values into heads. Queries and keys get RMS norms over each head, then RoPE."""
 
     def __init__(self, head_dim: int):
         super().__init__()
+        self.head_dim = head_dim
         self.query_norm = RMSNorm(head_dim)
         self.key_norm = RMSNorm(head_dim)
 
-    def forward(self, q_BSHK: Tensor, k_BSHK: Tensor, rope_SR2: Tensor) -> tuple[Tensor, Tensor]:
-        """numerics: norms and RoPE compute in fp32; the results have the dtype of q and k."""
+    def forward(self, q_BSD: Tensor, k_BSD: Tensor, v_BSD: Tensor, rope_SR2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Three of (B, S, D) -> three of (B, S, H, K). port: the features of a head are neighbours.
+
+        numerics: norms and RoPE compute in fp32; the results have the dtype of q and k.
+        """
+        q_BSHK, k_BSHK, v_BSHK = [x_BSD.unflatten(-1, (-1, self.head_dim)) for x_BSD in (q_BSD, k_BSD, v_BSD)]
         q_BSHK = apply_rope(self.query_norm(q_BSHK), rope_SR2).to(q_BSHK.dtype)
-        return q_BSHK, apply_rope(self.key_norm(k_BSHK), rope_SR2).to(k_BSHK.dtype)
+        return q_BSHK, apply_rope(self.key_norm(k_BSHK), rope_SR2).to(k_BSHK.dtype), v_BSHK
 
 
 class MLPEmbedder(nn.Module):
@@ -131,26 +136,18 @@ class Modulation(nn.Module):
         return self.lin(F.silu(vec_BD))[:, None, :].chunk(self.parts, dim=-1)
 
 
-def split_heads(x_BSD: Tensor, heads: int) -> Tensor:
-    """(B, S, D) -> (B, S, H, K). port: the features of a head are neighbours."""
-    return x_BSD.unflatten(-1, (heads, -1))
-
-
 class SelfAttention(nn.Module):
     """The projections of one stream of a double block. Attention itself runs over both streams."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.heads = cfg.heads
         self.qkv = nn.Linear(cfg.hidden, 3 * cfg.hidden)
         self.norm = QKNorm(cfg.head_dim)
         self.proj = nn.Linear(cfg.hidden, cfg.hidden)
 
     def project(self, x_BSD: Tensor, rope_SR2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys after norm and RoPE, and values, each (B, S, H, K)."""
-        q_BSD, k_BSD, v_BSD = self.qkv(x_BSD).chunk(3, dim=-1)
-        q_BSHK, k_BSHK = self.norm(split_heads(q_BSD, self.heads), split_heads(k_BSD, self.heads), rope_SR2)
-        return q_BSHK, k_BSHK, split_heads(v_BSD, self.heads)
+        return self.norm(*self.qkv(x_BSD).chunk(3, dim=-1), rope_SR2)
 
 
 def mlp(cfg: ModelConfig) -> nn.Sequential:
@@ -178,12 +175,10 @@ class DoubleBlock(nn.Module):
 
         lengths = (txt_BTD.shape[1], img_BND.shape[1])  # port: text comes first in the joint sequence
         txt_rope_TR2, img_rope_NR2 = rope_SR2.split(lengths)
-        img_q, img_k, img_v = self.img_attn.project(modulate(img_BND, img_shift1, img_scale1), img_rope_NR2)
-        txt_q, txt_k, txt_v = self.txt_attn.project(modulate(txt_BTD, txt_shift1, txt_scale1), txt_rope_TR2)
-        q_BSHK = torch.cat((txt_q, img_q), dim=1)
-        k_BSHK = torch.cat((txt_k, img_k), dim=1)
-        v_BSHK = torch.cat((txt_v, img_v), dim=1)
-        txt_out_BTD, img_out_BND = attention(q_BSHK, k_BSHK, v_BSHK).split(lengths, dim=1)
+        img_parts = self.img_attn.project(modulate(img_BND, img_shift1, img_scale1), img_rope_NR2)
+        txt_parts = self.txt_attn.project(modulate(txt_BTD, txt_shift1, txt_scale1), txt_rope_TR2)
+        joint = [torch.cat(parts, dim=1) for parts in zip(txt_parts, img_parts)]  # queries, keys and values
+        txt_out_BTD, img_out_BND = attention(*joint).split(lengths, dim=1)
 
         img_BND = img_BND + img_gate1 * self.img_attn.proj(img_out_BND)
         img_BND = img_BND + img_gate2 * self.img_mlp(modulate(img_BND, img_shift2, img_scale2))
@@ -201,7 +196,6 @@ class SingleBlock(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         inner = cfg.mlp_ratio * cfg.hidden
-        self.heads = cfg.heads
         self.widths = (cfg.hidden, cfg.hidden, cfg.hidden, inner)  # of linear1's outputs
         self.linear1 = nn.Linear(cfg.hidden, 3 * cfg.hidden + inner)
         self.linear2 = nn.Linear(cfg.hidden + inner, cfg.hidden)
@@ -211,10 +205,8 @@ class SingleBlock(nn.Module):
     def forward(self, x_BSD: Tensor, vec_BD: Tensor, rope_SR2: Tensor) -> Tensor:
         """x: (B, S, D), text first. Returns the same shape. rope: fp32."""
         shift_B1D, scale_B1D, gate_B1D = self.modulation(vec_BD)
-        q_BSD, k_BSD, v_BSD, inner_BSM = self.linear1(modulate(x_BSD, shift_B1D, scale_B1D)).split(self.widths, dim=-1)
-        q_BSHK, k_BSHK = self.norm(split_heads(q_BSD, self.heads), split_heads(k_BSD, self.heads), rope_SR2)
-        v_BSHK = split_heads(v_BSD, self.heads)
-        attended_BSD = attention(q_BSHK, k_BSHK, v_BSHK)
+        *qkv, inner_BSM = self.linear1(modulate(x_BSD, shift_B1D, scale_B1D)).split(self.widths, dim=-1)
+        attended_BSD = attention(*self.norm(*qkv, rope_SR2))
         out_BSD = self.linear2(torch.cat((attended_BSD, F.gelu(inner_BSM, approximate="tanh")), dim=-1))
         return x_BSD + gate_B1D * out_BSD
 
@@ -272,16 +264,17 @@ class Flux(nn.Module):
         return self.final_layer(x_BSD[:, txt_BTD.shape[1] :], vec_BD)
 
 
-# How parameters start: patterns of names (fnmatch), distribution and, for a normal one, its standard deviation. The
-# first row that fits decides. At first each block passes its input on, and the output is 0. rng.start_values draws.
-# spec: MLPerf reference, torchtitan experiments/flux, init_weights.
-START = (
-    (("*.scale",), "ones", 0.0),
-    (("*.bias",), "zeros", 0.0),
-    (("*.lin.weight", "final_layer.*"), "zeros", 0.0),  # all modulation, and the head
-    (("time_in.*", "vector_in.*"), "normal", 0.02),
-    (("*",), "xavier", 0.0),
-)
+# How parameters start: the first pattern of their names (fnmatch) that fits. At first each block passes its input on,
+# and the output is 0. rng.start_values draws. spec: MLPerf reference, torchtitan experiments/flux, init_weights.
+START = {
+    "*.scale": "ones",
+    "*.bias": "zeros",
+    "*.lin.weight": "zeros",  # all modulation
+    "final_layer.*": "zeros",
+    "time_in.*": "normal",
+    "vector_in.*": "normal",
+    "*": "uniform",
+}
 
 
 def start_of(name: str, shape: Shape) -> tuple[str, float]:
@@ -290,8 +283,10 @@ def start_of(name: str, shape: Shape) -> tuple[str, float]:
     The width is a standard deviation or, if uniform, a half-width: sqrt(6 / (inputs + outputs)).
     port: inputs and outputs are those of the joined weights qkv and linear1, not of their parts.
     """
-    kind, width = next(row[1:] for row in START if any(fnmatchcase(name, pattern) for pattern in row[0]))
-    return ("uniform", math.sqrt(6.0 / (shape[0] + shape[1]))) if kind == "xavier" else (kind, width)
+    kind = next(START[pattern] for pattern in START if fnmatchcase(name, pattern))
+    if kind == "uniform":
+        return kind, math.sqrt(6.0 / (shape[0] + shape[1]))
+    return kind, 0.02 if kind == "normal" else 0.0
 
 
 def parameter_table(cfg: ModelConfig) -> Shapes:

@@ -10,8 +10,8 @@ and every other draw is arithmetic on those 64-bit words.
 """
 
 import hashlib
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,7 +70,7 @@ def start_values(seed: int, name: str, kind: str, width: float, start: int, coun
     kind: zeros, ones, normal (standard deviation width), or uniform (from -width to width), as model.start_of tells.
     """
     if kind in ("zeros", "ones"):
-        return np.full(count, 1.0 if kind == "ones" else 0.0, np.float32)
+        return np.full(count, kind == "ones", np.float32)
     key = name_key(name)
     if kind == "normal":
         values = normals(seed, INIT, (count,), sample=key, start=start)
@@ -106,8 +106,7 @@ def flow_time(word: np.ndarray, train: TrainConfig) -> float:
     return float(np.float32(min(t, 1.0 - 2.0**-24)))
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """The random numbers of one training sample. noise and latent_eps have the latent's shape, fp32."""
 
     drop_caption: bool

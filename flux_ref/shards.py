@@ -19,12 +19,11 @@ import tarfile
 from bisect import bisect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -86,8 +85,7 @@ def layout(model: ModelConfig) -> Layout:
 # Reading
 
 
-@dataclass(frozen=True)
-class Meta:
+class Meta(NamedTuple):
     """What a sample's json holds."""
 
     key: str
@@ -326,5 +324,6 @@ def write_empty(folder: Path, encodings: Arrays) -> None:
     with files.whole(folder, is_new=True) as place:
         place.mkdir(parents=True)
         for name, array in encodings.items():
-            np.save(place / f"{name}_empty.npy", array)
-            files.sync(place / f"{name}_empty.npy")
+            path = place / f"{name}_empty.npy"
+            np.save(path, array)
+            files.sync(path)

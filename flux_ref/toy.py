@@ -8,16 +8,16 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from flux_ref import files, rng, schedule, shards
 from flux_ref.config import Config, ModelConfig
-from flux_ref.errors import counted, progress
-from flux_ref.shards import Arrays, Meta, Sample
+from flux_ref.errors import progress
+from flux_ref.shards import Meta, Sample
 
 COLOURS = {
     "red": (0.90, 0.10, 0.10),
@@ -46,8 +46,7 @@ MOST_OFF = 0.64
 LOGVAR = -8.0  # logvar of every latent value, about as small as a trained autoencoder's
 
 
-@dataclass(frozen=True)
-class Drawing:
+class Drawing(NamedTuple):
     """What a picture shows, in the words of its caption."""
 
     size: str
@@ -79,11 +78,10 @@ def held_out() -> list[Drawing]:
 def render(drawing: Drawing, height: int, width: int, dx: float = 0.0, dy: float = 0.0) -> np.ndarray:
     """The picture: (3, height, width) float32 in [-1, 1]. dx, dy: move the drawing by parts of the image."""
     fine = 4  # edges are smoothed by drawing at 4 x the resolution
-    y = (np.arange(height * fine) + 0.5) / (height * fine)
-    x = (np.arange(width * fine) + 0.5) / (width * fine)
+    y, x = ((np.arange(side * fine) + 0.5) / (side * fine) for side in (height, width))
     centre_x, centre_y = PLACES[drawing.place]
     half = SIZES[drawing.size]
-    u = (x[None, :] - centre_x - dx) / half
+    u = (x - centre_x - dx) / half
     v = (y[:, None] - centre_y - dy) / half
     if drawing.shape == "circle":
         inside = u**2 + v**2 <= 1
@@ -100,8 +98,8 @@ def render(drawing: Drawing, height: int, width: int, dx: float = 0.0, dy: float
 def _all_pictures(rows: int, columns: int) -> tuple[list[str], np.ndarray]:
     """The caption of each drawing at each of SHIFTS, and the picture, (n, 3, rows, columns)."""
     known = [*itertools.product(all_drawings(), SHIFTS, SHIFTS)]
-    pictures = [render(drawing, rows, columns, dx, dy) for drawing, dx, dy in known]
-    return [drawing.caption for drawing, _, _ in known], np.stack(pictures)
+    pictures = [render(drawing, rows, columns, *shift) for drawing, *shift in known]
+    return [drawing.caption for drawing, *_ in known], np.stack(pictures)
 
 
 def judge(pictures: list[np.ndarray], captions: list[str]) -> dict[str, str]:
@@ -129,7 +127,7 @@ BASIS = np.cos(np.pi * (np.arange(8) + 0.5) * np.arange(8)[:, None] / 8) * 0.5
 BASIS[0] *= 0.5**0.5
 # The 16 latent channels, (colour channel, row frequency, column frequency) of each: 8 of luma, 4 + 4 of chroma.
 LOW = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0), (1, 2), (2, 1)]
-KEPT = np.array([(0, *uv) for uv in LOW] + [(1, *uv) for uv in LOW[:4]] + [(2, *uv) for uv in LOW[:4]])
+KEPT = np.array([(0, *uv) for uv in LOW] + [(i, *uv) for i in (1, 2) for uv in LOW[:4]])
 # Luma and two colour differences, orthonormal.
 LUMA = np.array([[1, 1, 1], [1, 0, -1], [1, -2, 1]]) / np.sqrt([[3], [2], [6]])
 # With these, FLUX.1's latent scale (latents.SCALE) gives this set about zero mean and unit variance.
@@ -190,7 +188,7 @@ def unknown_words(prompts: list[str], cfg: Config) -> list[str]:
         return []
     samples = shards.ShardSet(cfg.data.train, shards.layout(cfg.model))
     samples.open()
-    known = {word for meta, _ in counted(samples) for word in words(meta.caption)}
+    known = {word for meta, _ in samples for word in words(meta.caption)}
     return [word for word in dict.fromkeys(words(" ".join(prompts))) if word not in known]
 
 
@@ -216,38 +214,39 @@ def make_shapes(folder: Path, cfg: Config) -> None:
     Validation shows the drawings that training never shows, at the eight timesteps in turn.
     Raises: Refusal if the folder exists.
     """
-    unseen = held_out()
-    shown = [drawing for drawing in all_drawings() if drawing not in unseen]
     with files.whole(folder, is_new=True) as partial:
-        shards.write(shards.shard_path(partial / "train", 0), _samples(shown, cfg, "train"))
-        shards.write(shards.shard_path(partial / "val", 0), _samples(unseen, cfg, "val"))
-        write_empty(partial, encode_caption("", cfg.model))
+        for split in ("train", "val"):
+            shards.write(shards.shard_path(partial / split, 0), _samples(cfg, split))
+        write_empty(partial, cfg.model)
 
 
-def _samples(drawings: list[Drawing], cfg: Config, split: str) -> Iterator[Sample]:
+def _samples(cfg: Config, split: str) -> Iterator[Sample]:
     model = cfg.model
-    count = cfg.data.train_count if split == "train" else cfg.data.val_count
-    for i in progress(range(count), desc=f"making {split} shapes", leave=False):
+    drawings = held_out()
+    if split == "train":
+        drawings = [drawing for drawing in all_drawings() if drawing not in drawings]
+    for i in progress(range(getattr(cfg.data, f"{split}_count")), desc=f"making {split} shapes", leave=False):
         drawing = drawings[i // schedule.TIMESTEPS % len(drawings)]
         draw = rng.words(0, rng.TOY_SHAPES, 2, sample=i, epoch=int(split == "val"))
         shift = JITTER * (2 * rng.uniform(draw) - 1)
         picture = render(drawing, model.latent_height * 8, model.latent_width * 8, *shift)
-        yield sample(split, i, encode(picture), drawing.caption, encode_caption(drawing.caption, model))
+        yield sample(split, i, picture, drawing.caption, model)
 
 
-def sample(split: str, index: int, mean: np.ndarray, caption: str, texts: Arrays) -> Sample:
+def sample(split: str, index: int, picture: np.ndarray, caption: str, model: ModelConfig, own: bool = False) -> Sample:
     """Sample `index` of train or val. In validation the timesteps take turns.
 
-    mean, texts: as `encode` and `encode_caption` give them.
+    picture: as for `encode`. own: as for `encode_caption`.
     """
-    members = texts | {"mean": mean, "logvar": np.full(mean.shape, LOGVAR)}
+    mean = encode(picture)
+    members = encode_caption(caption, model, own) | {"mean": mean, "logvar": np.full(mean.shape, LOGVAR)}
     bits = {name: shards.to_bf16_bits(values) for name, values in members.items()}
     return Meta(shards.key_of(split, index), index % schedule.TIMESTEPS if split == "val" else None, caption), bits
 
 
-def write_empty(folder: Path, texts: Arrays) -> None:
+def write_empty(folder: Path, model: ModelConfig, own: bool = False) -> None:
     """Write folder/empty_encodings: in float16 with a batch axis, as the public encodings are."""
-    empty = {name: values[None].astype(np.float16) for name, values in texts.items()}
+    empty = {name: values[None].astype(np.float16) for name, values in encode_caption("", model, own).items()}
     shards.write_empty(folder / "empty_encodings", empty)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageCms, ImageOps
@@ -158,8 +159,7 @@ def cover(image: Image.Image, height: int, width: int) -> Tensor:
 # Files of one key, in a folder or in a tar
 
 
-@dataclass(frozen=True)
-class File:
+class File(NamedTuple):
     """A file of a folder or a tar. rejected: why its content cannot be had."""
 
     name: str

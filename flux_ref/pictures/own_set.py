@@ -47,15 +47,15 @@ def ensure(cfg: Config) -> None:
 
 def _looked_at(root: Path, known: dict[str, list]) -> dict[str, list]:
     """{name: [size, time, checksum]} of the files of a folder. A file of known size and time is not read again."""
-    names = captioned.find(root)
     found = {}
-    for name in progress(names, desc=f"looking at {root}", unit=" files", leave=False, delay=2):
+    for name in progress(captioned.find(root), desc=f"looking at {root}", unit=" files", leave=False, delay=2):
+        path = root / name
         found[name] = [0, 0, ""]  # of what is no regular file; a pipe would wait for ever
-        if os.path.isfile(root / name):
-            stat = (root / name).stat()
-            found[name] = [stat.st_size, stat.st_mtime_ns]
+        if os.path.isfile(path):
+            stat = path.stat()
+            here = [stat.st_size, stat.st_mtime_ns]
             old = known.get(name, [])
-            found[name] = old if old[:2] == found[name] else [*found[name], _checksum(root / name)]
+            found[name] = old if old[:2] == here else [*here, _checksum(path)]
     return found
 
 
@@ -81,6 +81,7 @@ def make(folder: Path, root: Path, model: ModelConfig) -> None:
     """Write the set, which appears once it is whole, and say what there is."""
     made_from = _looked_at(root, {})
     counts = Counter[str]()
+    reasons = Counter[str]()
     rejected = []
     pairs: list[np.ndarray] = []  # for codec.png: a picture, then what the codec makes of it
     titles: list[str] = []
@@ -96,26 +97,24 @@ def make(folder: Path, root: Path, model: ModelConfig) -> None:
                     pixels, caption = picture.load(8 * model.latent_height, 8 * model.latent_width)
                 except Rejected as error:
                     rejected.append(f"{one_line(picture.name)}\t{error}\n")
+                    reasons[str(error)] += 1
                     continue
                 values = pixels.numpy() / np.float32(127.5) - 1
-                mean = toy.encode(values)
                 number = counts.total()
                 split = "val" if is_held_out(number) else "train"
-                texts = toy.encode_caption(caption, model, own=True)
-                meta, members = toy.sample(split, counts[split], mean, caption, texts)
-                shards.add(new[split], meta, members)
+                shards.add(new[split], *toy.sample(split, counts[split], values, caption, model, own=True))
                 counts[split] += 1
                 if number < SHOWN:
-                    pairs += [values, toy.decode(mean)]
+                    pairs += [values, toy.decode(toy.encode(values))]
                     titles += [caption, "as the toy codec keeps it"]
         if counts["val"] < TIMESTEPS:
-            reasons = Counter(row.rpartition("\t")[2].strip() for row in rejected).most_common(3)
+            why = "".join(f", {count} for: {reason}" for reason, count in reasons.most_common(3))
             raise Refusal(
                 f"data.pictures={root} gives {counts['train']} pictures to train on and {counts['val']} held out;"
-                f" {len(rejected)} are rejected{''.join(f', {count} for: {reason}' for reason, count in reasons)}."
+                f" {len(rejected)} are rejected{why}."
                 f" One picture of {EVERY} is held out, and {TIMESTEPS} must be; give {EVERY * TIMESTEPS} good ones"
             )
-        toy.write_empty(place, toy.encode_caption("", model, own=True))
+        toy.write_empty(place, model, own=True)
         files.write_whole(place / "rejected.tsv", "picture\treason\n" + "".join(rejected))
         files.write_whole(place / MADE_FROM, json.dumps(made_from, indent=0))
         sheet.save(pairs, titles, place / "codec.png")

@@ -21,7 +21,7 @@ from flux_ref import rng
 from flux_ref.precision import casts
 from flux_ref.precision.casts import Scaled
 from flux_ref.precision.formats import PRODUCTS, Pair, Products, Side
-from flux_ref.precision.fp8 import product_flop
+from flux_ref.precision.fp8 import product_flop, product_like
 
 # Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear; R rows and S columns, which are summed over.
 INPUT, WEIGHT, GRADIENT = range(3)  # what a side is a cast of
@@ -264,10 +264,6 @@ def _device_mm(a: Tensor, b: Tensor, a_scales: list[Tensor], b_scales: list[Tens
     return scaled_mm(a, b, left, kinds, right, kinds, swizzles, swizzles, output_dtype=torch.bfloat16)
 
 
-@_device_mm.register_fake
-def _(a, b, *_):
-    return a.new_empty(len(a), b.shape[1], dtype=torch.bfloat16)
-
-
+_device_mm.register_fake(product_like)
 # A product of FP4 counts half: two codes share a byte, and it takes half the time.
 register_flop_formula(torch.ops.flux_ref.native_mm, get_raw=True)(product_flop)

@@ -143,7 +143,8 @@ def _device_mm(
 
 
 @_device_mm.register_fake
-def _(a_MK, b_KN, *_):
+def product_like(a_MK, b_KN, *_) -> Tensor:
+    """A product without values, for compilers."""
     return a_MK.new_empty(len(a_MK), b_KN.shape[1], dtype=torch.bfloat16)
 
 

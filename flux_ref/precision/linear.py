@@ -107,7 +107,6 @@ class PartsBlock(nn.Module):
 
     def __init__(self, block: SingleBlock):
         super().__init__()
-        self.heads = block.heads
         self.widths = (
             sum(block.widths[:3]),
             block.widths[3],
@@ -120,10 +119,7 @@ class PartsBlock(nn.Module):
         shift_B1D, scale_B1D, gate_B1D = self.modulation(vec_BD)
         x = model.modulate(x_BSD, shift_B1D, scale_B1D)
         qkv_BS3D, inner_BSM = self.linear1.in_parts((x,), self.widths)
-        q_BSD, k_BSD, v_BSD = qkv_BS3D.chunk(3, dim=-1)
-        heads = self.heads
-        q_BSHK, k_BSHK = self.norm(model.split_heads(q_BSD, heads), model.split_heads(k_BSD, heads), rope_SR2)
-        attended_BSD = model.attention(q_BSHK, k_BSHK, model.split_heads(v_BSD, heads))
+        attended_BSD = model.attention(*self.norm(*qkv_BS3D.chunk(3, dim=-1), rope_SR2))
         return x_BSD + gate_B1D * self.linear2(attended_BSD, F.gelu(inner_BSM, approximate="tanh"))
 
 

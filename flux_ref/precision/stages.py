@@ -100,9 +100,7 @@ class Precision(Arithmetic):
         stage, is_filled = self.ways[phase]
         for one in self.linears:
             one.take(stage.pairs[one.layer])
-        memories = []
-        for amax, scales in zip(self.amaxes, self.scales):
-            memories.append(Remembered(amax, scales if is_filled else None))
+        memories = [Remembered(amax, scales if is_filled else None) for amax, scales in zip(self.amaxes, self.scales)]
         for one, of_input, of_grad in zip(self.owners, memories[0::2], memories[1::2]):
             # A stage without delayed sides notes nothing, so stages that come later do not change what it computes.
             notes = is_delayed(one.pairs)

@@ -4,8 +4,6 @@ import math
 import re
 
 import made_logs
-import pytest
-import yaml
 from compliance import RULESETS
 from conftest import ROOT
 from other_values import with_another
@@ -20,12 +18,6 @@ COUNTS = (TRAIN_SAMPLES, VAL_SAMPLES)
 CONFIGS = {path.stem: path for path in (ROOT / "configs").glob("*.toml")}
 SMOKE = CONFIGS["closed_smoke"]
 POINTS = SMOKE.with_name("closed_smoke_points.json")
-
-
-@pytest.fixture(autouse=True)
-def quick_rules(monkeypatch):
-    """mlperf-logging reads its rules anew for every log. libyaml takes a tenth of the time."""
-    monkeypatch.setattr(yaml, "BaseLoader", getattr(yaml, "CBaseLoader", yaml.BaseLoader))
 
 
 def load(path, *overrides: str) -> Config:

@@ -185,6 +185,13 @@ def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers):
 
 # Runs
 
+SIZE = 12 * sum(prod(shape) for shape in parameter_table(micro_config().model).values())  # of a checkpoint, in bytes
+
+
+def put_room(patch: pytest.MonkeyPatch, free: Callable[[Path], float], total: int = 1) -> None:
+    """From here on a disk has so many free bytes, by the folder that asks."""
+    patch.setattr(checkpoint.shutil, "disk_usage", lambda folder: SimpleNamespace(total=total, free=free(folder)))
+
 
 @pytest.fixture
 def trains(shapes_dir, attempt) -> Callable:
@@ -208,8 +215,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_training(trains, tmp_path, monkey
     run = tmp_path / "run"
     often = ("--checkpoint.every_samples=12", "--checkpoint.keep=1")
     with monkeypatch.context() as full:
-        usage = lambda folder: SimpleNamespace(total=10**9, free=0 if saved_steps(run) else 10**9)  # noqa: E731
-        full.setattr(checkpoint.shutil, "disk_usage", usage)
+        put_room(full, lambda _: 0 if saved_steps(run) else 10**9)
         code, out, line = trains(run, *often)
     assert code == 3 and re.match("checkpoint of step 5 is not saved: .* has 0 GB free", line), line
     assert column(run, "step") == [1, 2, 3, 4, 5] and saved_steps(run) == [1]
@@ -220,8 +226,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_training(trains, tmp_path, monkey
     assert code == 0 and "from step 1" in out and column(run, "step") == [1, 2, 3, 4, 5]
     large = checkpoint.folder_of(run).rename(tmp_path / "large")
     checkpoint.folder_of(run).symlink_to(large)
-    usage = lambda folder: SimpleNamespace(total=1, free=10**9 if folder.resolve() == large else 0)  # noqa: E731
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", usage)
+    put_room(monkeypatch, lambda folder: 10**9 if folder.resolve() == large else 0)
     assert trains(run, "--train.max_samples=72")[0] == 0 and saved_steps(run) == [5, 6]
 
 
@@ -231,21 +236,18 @@ def test_a_start_asks_for_the_room_that_its_checkpoints_will_take(trains, tmp_pa
     for every, val, done, count in cases:
         cfg = micro_config(checkpoint__every_samples=every, data__val=val)
         assert schedule.saves_after(done, cfg) == count, (every, val, done)
-    size = 12 * sum(prod(shape) for shape in parameter_table(micro_config().model).values())
     for most, free, want in ((36, 2.9, 2), (36, 3.0, 0), (60, 0.9, 2), (60, 1.0, 0)):  # two are there for the last two
-        usage = SimpleNamespace(total=1, free=size * free)
-        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda folder, usage=usage: usage)
+        put_room(monkeypatch, lambda _, free=free: SIZE * free)
         argv = ("--checkpoint.every_samples=12", f"--train.max_samples={most}")
         code, _, line = trains(tmp_path / "run", *argv)
         assert code == want and ("GB free; " in line) == bool(want), (most, free, line)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, free=0))
+    put_room(monkeypatch, lambda _: 0, total=0)
     assert trains(tmp_path / "unknown")[0] == 0, "some file systems do not tell their size"
 
 
 def test_what_a_start_lacks_for_checkpoints_is_refused_and_leaves_nothing(trains, tmp_path, monkeypatch):
-    parameters = sum(prod(shape) for shape in parameter_table(micro_config().model).values())
     with monkeypatch.context() as full:
-        full.setattr(checkpoint.shutil, "disk_usage", lambda folder: SimpleNamespace(total=1, free=12 * parameters - 1))
+        put_room(full, lambda _: SIZE - 1)
         code, _, line = trains(tmp_path / "run")
     assert code == 2 and "GB free; 2 x 0.00099 GB are needed" in line and f"{tmp_path} " in line
     assert "set run.dir to another disk, lower checkpoint.keep" in line

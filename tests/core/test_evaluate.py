@@ -5,6 +5,7 @@ import pytest
 import rank_runs
 import torch
 from lively_nets import lively_net, plain_net
+from shard_damage import opened
 
 from flux_ref import flow, rng, schedule, sharding, shards
 from flux_ref.data import PADDING, ValSet, synthetic
@@ -21,10 +22,8 @@ def plain(shapes_dir) -> list[list[float]]:
     """The losses of the samples of each timestep, one sample at a time."""
     cfg = rank_runs.clipped_config(shapes_dir)
     net = plain_net(cfg)
-    stored = shards.ShardSet(cfg.data.val, shards.layout(cfg.model))
-    stored.open()
     losses = [[] for _ in range(schedule.TIMESTEPS)]
-    for i, (meta, rows) in enumerate(stored):
+    for i, (meta, rows) in enumerate(opened(cfg.data.val, shards.layout(cfg.model))):
         sample = {name: shards.from_bf16_bits(bits) for name, bits in rows.items()} | {
             "t": np.float32(meta.timestep / 8)
         }

@@ -15,7 +15,7 @@ import stand_in
 import torch
 from conftest import called, micro_config, micro_run, refusal, require_identical, script
 from graph_ranks import everything, history, require_same_history
-from precision_ranks import fp8_config
+from precision_ranks import FP8_RUN, fp8_config
 from run_files import contents, require_equal_runs
 from stand_in import Log, Recorder
 
@@ -312,10 +312,7 @@ def test_a_run_whose_step_breaks_waits_for_nothing_and_goes_on_from_its_checkpoi
 # Pictures between replays
 
 PICTURES = ["--sample.count=4", "--sample.steps=2", "--sample.guidance=2", "--sample.every_samples=20"]
-FP8 = ["--precision.preset=fp8", '--precision.switch=[[40, "fp8_delayed"]]', "--precision.dynamic_steps=1"]
-FP8 += ["--parallel.dtype=bf16", "--model.hidden=48", "--model.rope_axes=[8, 4, 4]", "--eval.batch=16"]
-FP8 += ["--train.global_batch=32", "--train.micro_batch=16", "--train.max_samples=96"]
-FP8 += ["--parallel.kept_regions=-1"]
+FP8 = ["--precision.preset=fp8", '--precision.switch=[[40, "fp8_delayed"]]', *FP8_RUN, "--train.micro_batch=16"]
 
 
 @pytest.mark.parametrize("settings", [[], pytest.param(FP8, marks=pytest.mark.slow)])

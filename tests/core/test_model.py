@@ -36,10 +36,10 @@ def output_and_gradients(
     return {"output": out.detach()} | dict(zip([*inputs, *parameters], gradients, strict=True))
 
 
-def assert_parity(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+def assert_parity(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     errors = {name: relative_error(ours[name], theirs[name]) for name in theirs}
-    wrong = {name: error for name, error in errors.items() if not error < tolerance}
+    wrong = {name: error for name, error in errors.items() if not error < 1e-5}
     assert not wrong, wrong
 
 

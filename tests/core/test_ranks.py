@@ -17,6 +17,13 @@ from flux_ref.errors import printable
 from flux_ref.ranks import replica_count
 
 
+def started(one_thread: bool = False) -> ranks.World:
+    """The world of a process without ranks, whose group is gone again."""
+    world = ranks.start(ParallelConfig(), one_thread)
+    ranks.stop()
+    return world
+
+
 def on(*counts: int) -> list[str]:
     return [f"n{node}" for node, count in enumerate(counts) for _ in range(count)]
 
@@ -52,10 +59,9 @@ def test_of_several_processes_without_ranks_none_trains_alone(monkeypatch):
             patch.setenv(name, value)
             if is_refused:
                 words = f"RANK is not set, but {name}={value}: each process would train alone; start them with torchrun"
-                assert refusal(ranks.start, ParallelConfig()) == words
+                assert refusal(started) == words
             else:
-                assert ranks.start(ParallelConfig()).size == 1, name
-                ranks.stop()
+                assert started().size == 1, name
 
 
 def test_every_group_waits_as_long_as_a_pause_lasts(monkeypatch):
@@ -68,9 +74,7 @@ def test_every_group_waits_as_long_as_a_pause_lasts(monkeypatch):
 
 def test_a_loopback_that_is_down_is_named(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=RuntimeError("no interface\nmore")))
-    assert ": no interface; bring up the loopback interface: ip link set lo up" in refusal(
-        ranks.start, ParallelConfig()
-    )
+    assert ": no interface; bring up the loopback interface: ip link set lo up" in refusal(started)
 
 
 def test_a_gpu_that_torch_cannot_use_is_no_cpu(monkeypatch, tmp_path):
@@ -84,29 +88,30 @@ def test_a_gpu_that_torch_cannot_use_is_no_cpu(monkeypatch, tmp_path):
         (True, "0", True),
     ):
         monkeypatch.setattr(ranks, "DRIVERS", {tmp_path / "none": True, tmp_path / "driver": is_built})
-        for name in ranks.VISIBLE:
-            monkeypatch.delenv(name, raising=False)
-        if visible is not None:
-            monkeypatch.setenv(ranks.VISIBLE[1], visible)
+        give(monkeypatch, **dict.fromkeys(ranks.VISIBLE) | {ranks.VISIBLE[1]: visible})
         if is_refused:
-            assert "cannot use it; update the driver" in refusal(ranks.start, ParallelConfig())
+            assert "cannot use it; update the driver" in refusal(started)
         else:
-            assert ranks.start(ParallelConfig()).device.type == "cpu"
-            ranks.stop()
+            assert started().device.type == "cpu"
 
 
-def test_a_rank_has_one_thread_and_torchs_first_program_for_nccl_unless_the_user_asks(monkeypatch):
+def give(patch: pytest.MonkeyPatch, **values: str | None) -> None:
+    """Set environment variables, or take away those that are None."""
+    for name, value in values.items():
+        patch.setenv(name, value) if value is not None else patch.delenv(name, raising=False)
+
+
+def test_a_rank_has_one_thread_torchs_first_program_for_nccl_and_no_registered_buffers_unless_the_user_asks(
+    monkeypatch,
+):
+    """Registered collectives on one communicator may also stall: github.com/NVIDIA/nccl, issue 2389."""
     taken = []
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
-    for program, threads in ((None, None), ("1", "9")):
-        for name, value in (("TORCH_DIST_USE_NCCL2", program), ("OMP_NUM_THREADS", threads)):
-            monkeypatch.delenv(name, raising=False)
-            if value:
-                monkeypatch.setenv(name, value)
+    for asked, threads in ((None, None), ("1", "9")):
+        give(monkeypatch, TORCH_DIST_USE_NCCL2=asked, NCCL_GRAPH_REGISTER=asked, OMP_NUM_THREADS=threads)
         for one_thread in (True, False):
-            ranks.start(ParallelConfig(), one_thread)
-            ranks.stop()
-        assert os.environ["TORCH_DIST_USE_NCCL2"] == (program or "0")
+            started(one_thread)
+        assert os.environ["TORCH_DIST_USE_NCCL2"] == os.environ["NCCL_GRAPH_REGISTER"] == (asked or "0")
     assert taken == [1]
 
 
@@ -114,22 +119,9 @@ def test_a_rank_on_amd_has_two_queues_and_keeps_its_scratch_unless_the_user_asks
     names = ("GPU_MAX_HW_QUEUES", "HSA_NO_SCRATCH_RECLAIM")
     for hip, given, want in ((None, None, None), ("7.2", None, "21"), ("7.2", "4", "44")):
         monkeypatch.setattr(torch.version, "hip", hip)
-        for name in names:
-            monkeypatch.setenv(name, given) if given else monkeypatch.delenv(name, raising=False)
-        ranks.start(ParallelConfig())
-        ranks.stop()
+        give(monkeypatch, **dict.fromkeys(names, given))
+        started()
         assert [os.environ.get(name) for name in names] == list(want or (None, None)), (hip, given)
-
-
-def test_nccl_registers_no_buffers_of_graphs_unless_the_user_asks(monkeypatch):
-    """Registered collectives on one communicator may also stall: github.com/NVIDIA/nccl, issue 2389."""
-    for given, want in ((None, "0"), ("1", "1")):
-        monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
-        if given:
-            monkeypatch.setenv("NCCL_GRAPH_REGISTER", given)
-        ranks.start(ParallelConfig())
-        ranks.stop()
-        assert os.environ["NCCL_GRAPH_REGISTER"] == want
 
 
 def test_a_rank_may_open_as_many_files_as_the_system_allows(monkeypatch):
@@ -137,8 +129,7 @@ def test_a_rank_may_open_as_many_files_as_the_system_allows(monkeypatch):
     found = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda *limit: found.append(limit))
-    ranks.start(ParallelConfig())
-    ranks.stop()
+    started()
     assert found == [(resource.RLIMIT_NOFILE, (4096, 4096))]
 
 
@@ -149,8 +140,7 @@ def test_the_store_is_at_a_name_or_at_an_address_of_either_kind(monkeypatch):
             place = host, server.getsockname()[1]
         for name, value in zip(ranks.TORCHRUN, (0, 1, 0, *place)):
             monkeypatch.setenv(name, str(value))
-        assert ranks.start(ParallelConfig()).size == 1, host
-        ranks.stop()
+        assert started().size == 1, host
 
 
 def test_waiting_for_a_copy_from_a_device_does_not_spin(monkeypatch):

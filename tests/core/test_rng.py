@@ -117,28 +117,6 @@ def test_numbers_are_finite_and_t_is_below_1_at_the_ends_of_words_and_of_what_co
     assert max(times) == rng.uniform(ends).max() == np.float32(1 - 2**-24), "the largest fp32 below 1"
 
 
-def test_order_is_another_permutation_in_every_epoch_and_seed():
-    """About one sample stays in place, and neighbours part."""
-    order = rng.order(0, 0, 10_000)
-    assert sorted(order.tolist()) == list(range(10_000)) and (order == np.arange(10_000)).sum() < 8
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
-    assert len({tuple(rng.order(seed, epoch, 1000)) for seed in (25952, 25953) for epoch in range(4)}) == 8
-
-
-def test_draws_depend_on_seed_epoch_and_sample_alone():
-    """Not on numpy's global generator. Validation has numbers of its own."""
-
-    def drawn(seed: int, epoch: int, sample: int) -> list[np.ndarray]:
-        draw = rng.train_draw(TrainConfig(seed=seed), epoch, sample, SHAPE)
-        return [draw.noise, draw.latent_eps, *rng.val_draw(seed, epoch, sample, SHAPE)]
-
-    first = drawn(3, 2, 41)
-    np.random.seed(2)
-    assert np.array_equal(drawn(3, 2, 41), first)
-    everything = np.stack([first, drawn(4, 2, 41), drawn(3, 3, 41), drawn(3, 2, 42)])
-    assert len(np.unique(everything)) == everything.size
-
-
 def test_a_part_of_the_initial_values_is_the_same_whoever_draws_it():
     for kind in ("normal", "uniform", "ones"):
         whole = rng.start_values(3, "some", kind, 0.3, 0, 50)

@@ -62,10 +62,6 @@ def prepare(root: Path, *options: str) -> str:
     return done.stdout
 
 
-def by_us(root: Path, split: str) -> dict[str, dict[str, np.ndarray]]:
-    return {meta.key: arrays for meta, arrays in opened(root / split)}
-
-
 @pytest.mark.parametrize("split", COUNTS)
 def test_energons_loader_gives_the_tensors_that_our_reader_gives(root, split):
     """In a folder that Energon has prepared."""
@@ -73,7 +69,7 @@ def test_energons_loader_gives_the_tensors_that_our_reader_gives(root, split):
     options = {"shuffle_buffer_size": None, "max_samples_per_sequence": None} if split == "train" else {}
     own = energon.WorkerConfig(rank=0, world_size=1, num_workers=0)
     dataset = get(root, worker_config=own, batch_size=1, task_encoder=Task(), **options)
-    ours = by_us(root, split)
+    ours = {meta.key: arrays for meta, arrays in opened(root / split)}
     found = {}
     for _, batch in zip(range(COUNTS[split]), energon.get_loader(dataset)):
         found[batch.__key__[0].rpartition("/")[2]] = batch

@@ -76,21 +76,6 @@ def test_the_benchmarks_samples_have_the_public_stride_and_webdataset_reads_what
     assert i == COUNT - 1
 
 
-def test_a_reader_that_makes_tensors_of_what_is_there_takes_both_splits(tmp_path):
-    """As NVIDIA's task encoder does with a timestep; it has none for null."""
-    shard_damage.write_set(tmp_path, 3, 3)
-    for split, kinds in (
-        ("train", {"key": str, "caption": str}),
-        ("val", {"key": str, "timestep": int, "caption": str}),
-    ):
-        for sample in webdataset.WebDataset(f"{tmp_path}/{split}/shard_000000.tar", shardshuffle=False):
-            said = json.loads(sample["json"])
-            assert {name: type(value) for name, value in said.items()} == kinds
-            numbers = [torch.tensor(value) for value in said.values() if not isinstance(value, str)]
-            numbers += [torch.from_numpy(np.load(io.BytesIO(sample[f"{name}.bytes"]))) for name in MEMBERS]
-            assert len(numbers) == len(kinds) + 2
-
-
 def test_shards_of_tar_are_read_padded_or_not_and_with_members_in_any_order(tmp_path):
     """As Python's tarfile and webdataset's writer, which sorts names, make them."""
     written = shard_damage.samples(4, layout=WIDE)

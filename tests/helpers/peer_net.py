@@ -23,12 +23,12 @@ def to_diffusers(tensors: dict[str, Tensor], model: ModelConfig) -> dict[str, Te
     }
 
 
-def random_inputs(cfg: ModelConfig, batch: int = 2, seed: int = 1) -> dict[str, Tensor]:
-    """The net's arguments by name, in its order."""
-    generator = torch.Generator().manual_seed(seed)
+def random_inputs(cfg: ModelConfig) -> dict[str, Tensor]:
+    """The net's arguments by name, in its order; of two samples."""
+    generator = torch.Generator().manual_seed(1)
     shapes = ((cfg.image_tokens, cfg.packed_channels), (cfg.text_tokens, cfg.t5_dim), (cfg.clip_dim,))
-    tensors = [torch.randn(batch, *shape, generator=generator) for shape in shapes]
-    return dict(zip(INPUTS, [*tensors, torch.rand(batch, generator=generator)], strict=True))
+    tensors = [torch.randn(2, *shape, generator=generator) for shape in shapes]
+    return dict(zip(INPUTS, [*tensors, torch.rand(2, generator=generator)], strict=True))
 
 
 def diffusers_twin(net: Flux) -> tuple[nn.Module, Callable[..., Tensor]]:

@@ -27,6 +27,13 @@ STEPS, ROWS = 4, 12  # samples per step over all ranks
 FACTS = {"run": "a run", "train_samples": 50, "val_samples": 45}
 SIZES = {"model__hidden": 48, "model__rope_axes": (8, 4, 4), "model__text_tokens": 16, "model__latent_width": 16}
 
+# Of a run by train.py in such sizes: 3 steps, whose pictures are drawn from weights that stay gathered.
+FP8_RUN = [
+    *("--parallel.dtype=bf16", "--model.hidden=48", "--model.rope_axes=[8, 4, 4]", "--eval.batch=16"),
+    *("--train.global_batch=32", "--train.max_samples=96", "--parallel.kept_regions=-1"),
+    "--precision.dynamic_steps=1",
+]
+
 
 def fp8_config(**values: object) -> Config:
     """The micro config with sizes that FP8 can have, and delayed scaling from the first step on."""

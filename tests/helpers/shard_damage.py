@@ -43,7 +43,7 @@ def blob_bytes(member: str) -> int:
     return NPY_HEADER + 2 * prod(LAYOUT.shapes[member])
 
 
-def opened(folder: Path, layout: Layout = LAYOUT) -> ShardSet:
+def opened(folder: str | Path, layout: Layout = LAYOUT) -> ShardSet:
     stored = ShardSet(folder, layout)
     stored.open()
     return stored
@@ -63,9 +63,9 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
         file.write(content)
 
 
-def overwrite_header(path: Path, member: str, sample: int = 1, **values: object) -> None:
-    """Change attributes of a member's tarfile.TarInfo, such as size; the checksum stays sound."""
-    begin = position(member, sample)
+def overwrite_header(path: Path, member: str, **values: object) -> None:
+    """Change attributes of the tarfile.TarInfo of a member of sample 1, such as size; the checksum stays sound."""
+    begin = position(member)
     entry = tarfile.TarInfo.frombuf(path.read_bytes()[begin : begin + BLOCK], "utf-8", "strict")
     for name, value in values.items():
         setattr(entry, name, value)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import MICRO, called, micro_run, script
 from PIL import Image
+from precision_ranks import FP8_RUN
 from run_files import contents, require_equal_runs, saved_steps
 from torch import Tensor, nn
 
@@ -109,9 +110,6 @@ def test_the_net_has_the_tensors_of_the_public_file():
 # A training with pictures
 
 PICTURES = ["--sample.count=4", "--sample.steps=2", "--sample.every_samples=20"]  # 24 in whole steps
-FP8 = ["--precision.preset=fp8_delayed", "--precision.dynamic_steps=1", "--parallel.dtype=bf16", "--model.hidden=48"]
-FP8 += ["--model.rope_axes=[8, 4, 4]", "--train.global_batch=32", "--train.max_samples=96", "--eval.batch=16"]
-FP8 += ["--parallel.kept_regions=-1"]
 
 
 def test_training_does_not_notice_pictures_nor_a_signal_in_one(shapes_dir, tmp_path, monkeypatch):
@@ -141,6 +139,7 @@ def test_training_does_not_notice_pictures_nor_a_signal_in_one(shapes_dir, tmp_p
 @pytest.mark.slow
 def test_two_ranks_with_delayed_fp8_and_gathered_weights_do_not_notice_pictures(shapes_dir, tmp_path):
     for name, own in (("plain", []), ("drawn", PICTURES)):
-        done = script("train.py", *micro_run(shapes_dir, tmp_path / name, *FP8, *own), ranks=2)
+        fp8 = (*FP8_RUN, "--precision.preset=fp8_delayed")
+        done = script("train.py", *micro_run(shapes_dir, tmp_path / name, *fp8, *own), ranks=2)
         assert done.returncode == 0, done.stderr[-2000:]
     require_equal_runs(tmp_path / "plain", tmp_path / "drawn")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import made_logs
 import pytest
-import yaml
 from conftest import MICRO
 from mlperf_logging.rcp_checker import rcp_checker
 from mlperf_logging.result_summarizer.result_summarizer import _compute_strong_score_standalone
@@ -22,12 +21,6 @@ from flux_ref.benchmark.mllog import RESUMED
 from flux_ref.config import MllogConfig
 from tools.report import __main__ as report
 from tools.report import official, page, result_log, score
-
-
-@pytest.fixture(autouse=True)
-def quick_rules(monkeypatch):
-    """mlperf-logging reads its rules anew for every log. libyaml takes a tenth of the time."""
-    monkeypatch.setattr(yaml, "BaseLoader", getattr(yaml, "CBaseLoader", yaml.BaseLoader))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from shard_damage import put_nan
 
 import eval as eval_script
 import train
-from flux_ref import checkpoint, config, config_file, data, errors, rng, shards
+from flux_ref import config, config_file, data, errors, rng
 from flux_ref.errors import Refusal
 from flux_ref.step_runner import StepRunner
 
@@ -43,7 +43,6 @@ REQUESTS = {
     "--train.global_bacth=8": ["unknown key train.global_bacth", "train.global_batch"],
     "--optim.lr 1e-4": ["'--optim.lr'", "--section.key=value"],
     "--eval.batch=8 1e-4": ["'1e-4'", "a path comes first"],
-    "--optim.eps=0": ["optim.eps=0.0 must be from 1e-30"],
     "--data.train=": ["data folder"],
     "--train.micro_batch=5": ["train.global_batch=12 is no multiple of 5", "train.micro_batch"],
     "--parallel.replicate=2": ["parallel.replicate=2", "1 rank"],
@@ -167,17 +166,6 @@ def test_a_place_that_cannot_be_is_refused_in_words(attempt, shapes_dir, tmp_pat
             assert code == 2 and has_words(line, tmp_path) and "Errno" not in line, line
 
 
-def test_a_folder_that_may_not_be_read_is_not_taken_for_empty(shapes_dir, tmp_path, monkeypatch):
-    def locked(path: Path) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    checkpoint.folder_of(tmp_path).mkdir()
-    monkeypatch.setattr(os, "listdir", locked)
-    for look, place in ((checkpoint.list_checkpoints, tmp_path), (shards.paths_of, shapes_dir / "train")):
-        with pytest.raises(PermissionError, match=str(place)):
-            look(place)
-
-
 def test_a_port_in_use_is_refused(attempt, shapes_dir, tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
@@ -279,10 +267,10 @@ def test_a_command_ends_with_its_code_whatever_becomes_of_what_it_says(tmp_path)
 # Two ranks
 
 
-def met_by(rank: int, step: int = 1) -> int:
-    """A training sample that a rank of two meets first in a step, and that opening does not meet."""
+def met_by(rank: int) -> int:
+    """A training sample that a rank of two meets first in step 1, and that opening does not meet."""
     order = rng.order(CFG.train.seed, 0, CFG.data.train_count)
-    return next(int(order[p]) for p in data.rank_slice(CFG, step, rank, 2) if 0 < order[p] < 49)
+    return next(int(order[p]) for p in data.rank_slice(CFG, 1, rank, 2) if 0 < order[p] < 49)
 
 
 @pytest.mark.slow

@@ -8,20 +8,16 @@ import numpy as np
 import pytest
 from compliance import RULESETS, check
 from conftest import ROOT, micro_run, script
+from PIL import Image
 from run_files import column, event
 
 from flux_ref.benchmark import closed
 
 
-def grid_tiles(path, columns=6, side=160, tile=(196, 160), padding=6):
-    """The pictures of a grid written by pictures.grid, as (3, side, side) in [-1, 1]."""
-    from PIL import Image
-
-    pixels = np.asarray(Image.open(path).convert("RGB"), np.float32).transpose(2, 0, 1) / 127.5 - 1
-    for i in range(18):
-        top = padding + (i // columns) * (tile[0] + padding)
-        left = padding + (i % columns) * (tile[1] + padding)
-        yield pixels[:, top : top + side, left : left + side]
+def pictures_of(path: Path) -> np.ndarray:
+    """The 18 pictures of a sheet, as (18, 160, 160, 3) in [-1, 1]."""
+    pixels = np.asarray(Image.open(path), np.float32)[6:, 6:] / 127.5 - 1
+    return np.stack([pixels[202 * row :, 166 * column :][:160, :160] for row in range(3) for column in range(6)])
 
 
 def sheets(folder: Path) -> list[Path]:
@@ -62,8 +58,8 @@ def test_first_command_learns_to_draw(tmp_path):
     losses = first_command(tmp_path)
     assert losses[-1] <= losses[0] / 7.4  # 7.8 to 8.3 where it was measured; processors round differently
     assert column(tmp_path / "runs/tiny", "right", "pictures.jsonl")[-1] >= 17
-    drawn = np.stack([*grid_tiles(sheets(tmp_path)[-1])])
-    wanted = np.stack([*grid_tiles(tmp_path / "runs/tiny/samples/originals.png")])
+    drawn = pictures_of(sheets(tmp_path)[-1])
+    wanted = pictures_of(tmp_path / "runs/tiny/samples/originals.png")
     nearest = np.square(drawn[:, None] - wanted).mean(axis=(2, 3, 4)).argmin(axis=1)
     assert (nearest == np.arange(18)).sum() >= 17, "of the data set's 18 pictures its own is the nearest"
 

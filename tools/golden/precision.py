@@ -52,7 +52,7 @@ def operations(cfg: Config, given: Values) -> Tensors:
     results = {
         "modulate": model.modulate(x["modulate.x"], x["modulate.shift"], x["modulate.scale"]),
         "rope": model.apply_rope(both.query_norm(x["rope.x"]), table),
-        "qk": torch.stack(both(x["rope.x"], x["rope.x"], table)),
+        "qk": torch.stack(both(*[x["rope.x"].flatten(-2)] * 3, table)[:2]),
         "attention": model.attention(x["attention.q"], x["attention.k"], x["attention.v"]),
         "gelu": model.mlp(cfg.model)[1](x["gelu.x"]),
         "losses": flow.losses(lambda *_: x["loss.prediction"], batch, torch.bfloat16),

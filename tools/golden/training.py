@@ -92,9 +92,7 @@ def training(cfg: Config, world: World, given: Values) -> Recorded:
     values: Recorded = {}
     state = start(cfg, world, given)
     initial = given_tensors(given, "weights.")
-    taken = batches(cfg, 0, 1, 0)
-    for number in range(1, STEPS + 1):
-        rows, batch = next(taken)
+    for number, (rows, batch) in zip(range(1, STEPS + 1), batches(cfg, 0, 1, 0)):
         place = f"step{number}"
         values |= named(place, rows)
         if number == 1:

@@ -45,20 +45,20 @@ def partial_of(final: Path) -> Path:
 @contextmanager
 def _alone(final: Path) -> Iterator[None]:
     """No other process makes `final` in this block. Raises: Refusal if one is at work, or if `final` exists."""
-    rest = partial_of(final)
     final.parent.mkdir(parents=True, exist_ok=True)
-    with files.lock(final.with_name(f".{final.name}.lock"), str(rest)):
-        files.clear(final.parent, final.name)
+    with files.lock(final.with_name(f".{final.name}.lock"), str(partial_of(final))):
+        _clear(final)
         if final.exists():
-            if (rest / MADE_FROM).exists() and not (rest / "set").exists():
-                _discard(final)
             raise Refusal(f"{final} exists; choose another --output")
         yield
+        _clear(final)
 
 
-def _discard(final: Path) -> None:
-    """Remove the rest of partial_of(final). It goes under a name that the next start clears, if this one is killed."""
-    partial_of(final).rename(final.with_name(f".{final.name}.the_rest{files.PARTIAL}"))
+def _clear(final: Path) -> None:
+    """Remove what is left beside a whole set, by way of a name that the next start clears, if this one is killed."""
+    rest = partial_of(final)
+    if final.exists() and (rest / MADE_FROM).exists() and not (rest / "set").exists():
+        rest.rename(final.with_name(f".{final.name}.the_rest{files.PARTIAL}"))
     files.clear(final.parent, final.name)
 
 
@@ -87,7 +87,6 @@ def growing(final: Path, made_from: dict) -> Iterator[Path]:
         files.sync(folder / "set")
         (folder / "set").rename(final)
         files.sync(final.parent)
-        _discard(final)
 
 
 def each(task: Callable, items: Iterable, workers: int, bar: tqdm) -> list:
@@ -96,13 +95,12 @@ def each(task: Callable, items: Iterable, workers: int, bar: tqdm) -> list:
     A task calls advance(count) now and then. It moves the bar, and ends the task once another task has failed.
     Raises: what a task raises; KeyboardInterrupt. No thread is at work then.
     """
-    lock = threading.Lock()
     stop = threading.Event()
 
     def advance(count: int) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
-        with lock:
+        with bar.get_lock():
             bar.update(count)
 
     with ThreadPoolExecutor(workers) as pool:

@@ -130,12 +130,11 @@ def run(args: argparse.Namespace) -> int:
     if not (args.output / source.name).exists() and (split == "train" or source.exists()):
         empty = shards.read_empty(source, layout)
 
-    listed = [[path.name, path.stat().st_size, rows] for path, rows in counts.items()]
     made_from = {
         "split": split,
         "per_shard": PER_SHARD,
         "shapes": layout.shapes,
-        "files": listed,
+        "files": [[path.name, path.stat().st_size, rows] for path, rows in counts.items()],
     }
     with job.growing(final, made_from) as folder:
         if empty:
