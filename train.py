@@ -15,13 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from flux_ref import config_file
-
-DEFAULT = os.path.relpath(Path(__file__).parent / "configs" / "tiny.toml")
-if __name__ == "__main__":
-    config_file.announce(sys.argv[1:], DEFAULT)  # before the imports below, which load torch: seconds on a slow disk
-
-from flux_ref import config, errors, folder, graphs, ranks, schedule, sharding, shards, toy, weights
+from flux_ref import config, config_file, errors, folder, graphs, ranks, schedule, sharding, shards, toy, weights
 from flux_ref.alive import Alive
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.benchmark import closed, convergence
@@ -35,6 +29,8 @@ from flux_ref.ranks import World
 from flux_ref.report import Reporter
 from flux_ref.step_runner import State
 
+DEFAULT = os.path.relpath(Path(__file__).parent / "configs" / "tiny.toml")
+
 
 def main(argv: list[str]) -> int:
     """A run from its config to its last checkpoint."""
@@ -45,7 +41,7 @@ def main(argv: list[str]) -> int:
     cfg = config_file.load(path, overrides)
     folder.require_own(path, cfg, overrides)
     batch = cfg.train.global_batch
-    errors.notice("  torch   is loaded; next come the ranks, the data and the net")
+    errors.notice(f"flux_ref trains {path}; data: {cfg.data.train}; the run's files: {config.run_dir(cfg)}")
     with contextlib.ExitStack() as stack:
         # Prepare: ranks, data sets, the run's folder
         alive = stack.enter_context(Alive("train.py", cfg.run.hang_s))
@@ -153,7 +149,6 @@ def main(argv: list[str]) -> int:
             try:
                 if isinstance(error, Interrupted):
                     report.require_healthy(runner.health)
-                    report.flush()
                     save_and_wait(saver, state, f"{error}; ", report.unwritten)
                     rest = "the same command goes on from there" if saver else "checkpoint.save=false saves nothing"
                     report.say(f"{error} after step {state.step}; {rest}")
@@ -164,7 +159,6 @@ def main(argv: list[str]) -> int:
         log.run_stop(state.samples, reached, outcome)
 
         # The end: the last checkpoint, and pictures, which need the memory of the graphs
-        report.flush()
         save_and_wait(saver, state, unwritten=report.unwritten)
         if failure := report.failure or log.failure:
             raise failure

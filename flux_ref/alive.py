@@ -150,11 +150,8 @@ class Alive:
         self.mark(place)
         if self.sent:
             self.sent.wait()
-            number = int(self.largest)
-            if number == FAILED:
-                raise Interrupted(0, self.reason)
-            if number:
-                raise Interrupted(number)
+            if number := int(self.largest):
+                raise Interrupted(number, self.reason if number == FAILED else "")
         else:
             self.group = ranks.host_group("stop")
             for number in SIGNALS:

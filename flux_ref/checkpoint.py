@@ -55,14 +55,8 @@ def step_of(checkpoint: Path) -> int:
 def prune(run: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints, and what interrupted saves and deletions have left."""
     for path in list_checkpoints(run)[:-keep]:
-        path.rename(path.with_name(f".{path.name}.deleted"))
-    clear(run)
-
-
-def clear(run: Path) -> None:
-    """Remove what interrupted saves and deletions have left, as far as it can be removed now."""
-    for path in files.matching(folder_of(run), ".step_*"):
-        shutil.rmtree(path, ignore_errors=True)
+        path.rename(path.with_name(f".{path.name}.deleted{files.PARTIAL}"))
+    files.clear(folder_of(run))
 
 
 Records = Sequence[tuple[str, str]]  # the name of a file of the run, and a line for it
@@ -168,11 +162,11 @@ def _checksum(content: dict) -> int:
     return zlib.crc32(json.dumps(content).encode())
 
 
-def require_space(folder: Path, size: int, count: int = 1) -> None:
-    """Raises: OSError unless `count` checkpoints of so many bytes fit. A full disk has no place for logs either."""
+def require_space(folder: Path, size: int) -> None:
+    """Raises: OSError unless checkpoints of so many bytes fit. A full disk has no place for logs either."""
     disk = shutil.disk_usage(folder)
-    if disk.total and disk.free < count * size:  # some file systems of FUSE do not tell their size
-        room = f"{disk.free / 1e9:.3g} GB free; {count} x {size / 1e9:.3g} GB are needed for checkpoints"
+    if disk.total and disk.free < size:  # some file systems of FUSE do not tell their size
+        room = f"{disk.free / 1e9:.3g} GB free; {size / 1e9:.3g} GB are needed for checkpoints"
         remedy = "free its disk, set run.dir to another disk, lower checkpoint.keep, or set checkpoint.save=false"
         raise OSError(f"{folder} has {room}; {remedy}")
 
@@ -212,22 +206,21 @@ class Saver:
         self.step = step_of(saved) if saved else None  # of the newest save
         self.whole = self.step  # step of the newest checkpoint that is whole
         self.failure: str | None = None  # why the newest save failed
-        self._require_place(saved)
+        self._require_place()
         with ranks.agreed():
             self.host = host_copies(rows_to_write(rows, world), world.pin)
 
-    def _require_place(self, saved: Path | None) -> None:
-        """Rank 0 makes a file among the checkpoints, or above, and every rank looks for it. saved: see `__init__`."""
+    def _require_place(self) -> None:
+        """Rank 0 makes a file among the checkpoints, or above, and every rank looks for it."""
         place = folder_of(self.run).resolve()  # it may link to a larger disk
         folder = next(path for path in (place, *place.parents) if path.exists())
         trial = folder / f".{self.run.resolve().name}.trial{files.PARTIAL}"
         with ranks.agreed():
             if self.world.rank == 0:
-                there = len(list_checkpoints(self.run)) if saved else 0  # others lie aside by then
-                done = Checkpoint(saved).info["samples"] if saved else 0
+                there = len(list_checkpoints(self.run)) if self.step else 0  # others lie aside by then
                 # For a moment a new one is whole and the oldest is not yet gone.
-                count = min(self.cfg.checkpoint.keep + 1 - there, schedule.saves_after(done, self.cfg))
-                require_space(folder, self.bytes, max(1, count))
+                count = min(self.cfg.checkpoint.keep + 1 - there, schedule.saves_after(self.step or 0, self.cfg))
+                require_space(folder, max(1, count) * self.bytes)
                 trial.touch()
         try:
             with ranks.agreed():
@@ -339,16 +332,12 @@ class Checkpoint:
         self.info: dict = content["info"]
         self.shapes: Shapes = {key: tuple(shape) for key, shape in content["shapes"].items()}
         self.files: Written = content["files"]
-        self._places: dict[str, list[tuple[int, int, str]]] = {}  # of each tensor: first row, rows, file
-        for name, (_, rows) in self.files.items():
-            for key, (first, count) in rows.items():
-                self._places.setdefault(key, []).append((first, count, name))
 
     def read(self, key: str, first: int = 0, count: int | None = None) -> Tensor:
         """Rows first .. first + count of a tensor, on the host, in fp32. Raises: Refusal for damage."""
         end = self.shapes[key][0] if count is None else first + count
         pieces = [torch.empty(0, *self.shapes[key][1:])]
-        for start, length, name in sorted(self._places[key]):
+        for start, length, name in sorted((*rows[key], name) for name, (_, rows) in self.files.items() if key in rows):
             low = max(first, start)
             high = min(end, start + length)
             if low < high:

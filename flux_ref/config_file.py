@@ -8,15 +8,14 @@ import dataclasses
 import difflib
 import json
 import os
-import sys
 import textwrap
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, get_args
 
-from flux_ref.config import KEYS, Config, Values, flat, rank_batch, run_dir
-from flux_ref.errors import Refusal, Terminal, printable, shown
+from flux_ref.config import KEYS, Config, Values, flat, rank_batch
+from flux_ref.errors import Refusal, printable, shown
 from flux_ref.files import decode, read_text
 
 
@@ -89,16 +88,6 @@ def config_and_overrides(argv: list[str], default: str) -> tuple[str, list[str]]
     if argv and not argv[0].startswith("-"):
         return argv[0], argv[1:]
     return default, argv
-
-
-def announce(argv: list[str], default: str) -> None:
-    """One line at once on what begins. What is wrong with the options is refused later, with the reason."""
-    if os.environ.get("RANK", "0") == "0" and not {"-h", "--help"} & {*argv}:
-        with contextlib.suppress(Refusal, OSError):
-            path, overrides = config_and_overrides(argv, default)
-            cfg = load(path, overrides)
-            line = f"flux_ref trains {path}; data: {cfg.data.train}; the run's files: {run_dir(cfg)}; loading torch"
-            print(line, file=Terminal(sys.stdout), flush=True)
 
 
 def parsed(overrides: Collection[str]) -> Values:

@@ -19,8 +19,16 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-LOST_DISK = (errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)  # of a network
-BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, *LOST_DISK)
+BROKEN_DISK = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EROFS,
+    errno.ESTALE,  # this and the rest: of a network
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+)
 Say = Callable[[str], None]  # takes a line, or the name of what a rank does
 LINGER_S = 5.0  # torchrun ends all ranks when one ends; the rank that knows the reason must print it before
 
@@ -53,9 +61,9 @@ class Interrupted(Stop):
     """All ranks stop the command at one point, after a signal or, with the exit code of a fault, after a failure."""
 
     def __init__(self, number: int, reason: str = ""):
-        """number: of the signal; 0 for a failure. reason: of the failure."""
+        """number: of the signal. reason: of a failure, which stands in place of a signal."""
         super().__init__(reason or f"stopped by {signal.Signals(number).name}")
-        self.exit_code = 128 + number if number else Fault.exit_code
+        self.exit_code = Fault.exit_code if reason else 128 + number
 
 
 class Options(argparse.ArgumentParser):

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import glob
 import json
-import math
 import os
 import secrets
 import shutil
@@ -18,7 +17,7 @@ import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from flux_ref.errors import Progress, Refusal, notice
 
@@ -132,10 +131,11 @@ def remove(path: Path) -> None:
 def clear(folder: Path, name: str = "") -> None:
     """Remove what killed processes left in a folder: all unfinished files, or those that would become `name`.
 
-    Nobody else may be writing such files now.
+    Nobody else may be writing such files now. What cannot be removed stays.
     """
     for path in matching(folder, f".{glob.escape(name)}.????????{PARTIAL}" if name else f".*{PARTIAL}"):
-        remove(path)
+        with contextlib.suppress(OSError):
+            remove(path)
 
 
 def sync(path: Path) -> None:
@@ -189,9 +189,8 @@ def lock(path: Path, what: str, waits: bool = False) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks no file that is open for reading
-            stack.callback(os.close, descriptor)
-            while not _is_locked(descriptor):
+            file = stack.enter_context(path.open("ab"))  # NFS locks no file that is open for reading
+            while not _is_locked(file):
                 if not waits:
                     raise Refusal(f"{what} is in use by another job; wait for it, or choose another folder")
                 notice(f"{what} is in use by another job; this job waits for it")
@@ -202,17 +201,17 @@ def lock(path: Path, what: str, waits: bool = False) -> Iterator[None]:
         yield
 
 
-def _is_locked(descriptor: int) -> bool:
+def _is_locked(file: BinaryIO) -> bool:
     """Whether this process has the lock now, of a file that it has opened."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
-def records(path: Path, figure: str, samples: float = math.inf) -> list[dict]:
-    """The records of a .jsonl file, with `samples` up to a number; none if there is no file.
+def records(path: Path, figure: str) -> list[dict]:
+    """The records of a .jsonl file; none if there is no file.
 
     figure: a name under which each record has a number.
     Raises: Refusal for a damaged line. Text after the last newline is left out: a killed run may have left half a line.
@@ -225,12 +224,4 @@ def records(path: Path, figure: str, samples: float = math.inf) -> list[dict]:
                 f"{path}, line {number} is no record with the numbers samples and {figure}; mend it or set run.dir to"
                 " another folder"
             )
-    return [record for record in found if record["samples"] <= samples]
-
-
-def cut(path: Path, figure: str, samples: float) -> list[dict]:
-    """Leave only the records with `samples` up to a number in a .jsonl file, and return them. Raises: as `records`."""
-    kept = records(path, figure, samples)
-    if path.exists():
-        write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
-    return kept
+    return found

@@ -85,9 +85,8 @@ def begin(cfg: Config, world: World, saved: Path | None, stack: ExitStack) -> st
     with ranks.agreed():
         if world.rank == 0:
             folder = config.run_dir(cfg).resolve()
-            for place in (folder, folder / "samples"):  # also of a run that is moved
+            for place in (folder, folder / "samples", checkpoint.folder_of(folder)):  # also of a run that is moved
                 files.clear(place)
-            checkpoint.clear(folder)
             if not saved and _holds_run(folder):
                 reason = "" if cfg.run.overwrite else " has no checkpoint to go on from, so this run begins anew; it"
                 told = f"the run that was in {folder}{reason} lies in {_move_aside(folder)}"

@@ -22,7 +22,7 @@ from flux_ref.attention import attention_kernel
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Say, one_line, printable, progress
 from flux_ref.evaluate import Validation
-from flux_ref.files import append, cut, records, write_whole
+from flux_ref.files import append, records, write_whole
 from flux_ref.loss_chart import Curve
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World, device_name, peak_memory_gb
@@ -115,16 +115,18 @@ class Reporter:
             if self.speaks:
                 # An evaluation and a drawing at the checkpoint are repeated. A drawing there may also be the end's.
                 evaluates = schedule.evaluates(samples, self.cfg)
-                for name, figure in FIGURES.items():  # a damaged record is refused before a file changes
-                    records(self.folder / name, figure)
+                most = {"metrics.jsonl": samples, "eval.jsonl": samples - evaluates, PICTURES: samples - 1}
+                # All are read first: a damaged record is refused before a file changes.
+                kept = {name: records(self.folder / name, figure) for name, figure in FIGURES.items()}
                 for name, line in info["unwritten"]:
-                    if json.loads(line) not in cut(self.folder / name, "samples", samples):
-                        append(self.folder / name, line)
-                trained = cut(self.folder / "metrics.jsonl", "loss", samples)
-                evaluated = cut(self.folder / "eval.jsonl", "val_loss", samples - evaluates)
-                cut(self.folder / PICTURES, "right", samples - 1)
-                self.train_curve = [(record["samples"], record["loss"]) for record in trained]
-                self.val_curve = [(record["samples"], record["val_loss"]) for record in evaluated]
+                    if json.loads(line) not in kept[name]:
+                        kept[name].append(json.loads(line))
+                for name, found in kept.items():
+                    found[:] = [record for record in found if record["samples"] <= most[name]]
+                    if found or (self.folder / name).exists():
+                        write_whole(self.folder / name, "".join(json.dumps(record) + "\n" for record in found))
+                self.train_curve = [(record["samples"], record["loss"]) for record in kept["metrics.jsonl"]]
+                self.val_curve = [(record["samples"], record["val_loss"]) for record in kept["eval.jsonl"]]
         self.say(
             f"  resume  the run in this folder, from step {info['step']:,} ({samples:,} samples); not a timed result"
         )
@@ -212,19 +214,13 @@ class Reporter:
         """Append a record to a file, and show figures in TensorBoard."""
         if self.speaks:
             self.unwritten.append((name, json.dumps(record) + "\n"))
-            self.flush()
+            try:
+                if not self.failure:  # the next checkpoint has what comes later
+                    append(self.folder / name, self.unwritten[0][1], on_disk=True)
+                    self.unwritten.clear()
+            except OSError as error:
+                self.failure = error
         self._curves(record["samples"], shown)
-
-    def flush(self) -> None:
-        """Write records, before any later checkpoint. After a failure they wait for another try."""
-        self.failure = None
-        try:
-            while self.unwritten:
-                name, line = self.unwritten[0]
-                append(self.folder / name, line, on_disk=True)
-                del self.unwritten[0]
-        except OSError as error:
-            self.failure = error
 
     def _curves(self, samples: int, figures: dict[str, float]) -> None:
         self._show(lambda board: [board.add_scalar(name, value, samples) for name, value in figures.items()])
@@ -274,7 +270,7 @@ def require_finite(first_bad: list[tuple[float, float]], kernel: str) -> None:
         step, kind, rank = min(found)  # in one step, the loss of one rank spoils the norm of all
         what = ("loss", "gradient norm")[kind]
         remedy = "lower optim.lr or inspect its data"
-        if what == "gradient norm" and kernel == "cudnn":  # whose backward has been wrong before
+        if kind and kernel == "cudnn":  # whose backward has been wrong before
             remedy += ", or try --parallel.attention=flash"
         raise Fault(f"{what} is not finite in step {step + 1:.0f}, first on rank {rank}; {remedy}")
 

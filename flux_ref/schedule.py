@@ -36,12 +36,11 @@ def saves(samples: int, cfg: Config) -> bool:
     return due(samples, every, cfg.train.global_batch) if every else evaluates(samples, cfg)
 
 
-def saves_after(samples: int, cfg: Config) -> int:
-    """How many checkpoints a run saves from `samples` to train.max_samples."""
+def saves_after(step: int, cfg: Config) -> int:
+    """How many checkpoints a run saves after a step, up to train.max_samples."""
     batch = cfg.train.global_batch
-    left = steps_for(cfg.train.max_samples - samples, batch)
-    every = cfg.checkpoint.every_samples or (cfg.eval.every_samples if cfg.data.val else 0)
-    return ceil(left / steps_for(every, batch)) if every else 1
+    every = cfg.checkpoint.every_samples or (cfg.eval.every_samples if cfg.data.val else cfg.train.max_samples)
+    return ceil((steps_for(cfg.train.max_samples, batch) - step) / steps_for(every, batch))
 
 
 def logs(samples: int, cfg: Config) -> bool:

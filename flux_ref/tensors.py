@@ -1,6 +1,5 @@
 """Safetensors files, by their library (github.com/huggingface/safetensors)."""
 
-import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flux_ref.errors import Progress, Refusal
-from flux_ref.files import naming
+from flux_ref.files import naming, sync
 
 
 @contextmanager
@@ -41,10 +40,9 @@ def write(path: Path, tensors: dict[str, Tensor]) -> int:
     Returns: the CRC-32 of its bytes. Raises: OSError, which names the file.
     """
     content = safetensors.torch.save(tensors, {"format": "pt"})
-    with naming(path), path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    with naming(path):
+        path.write_bytes(content)
+        sync(path)
     Progress.total += len(content)
     return zlib.crc32(content)
 

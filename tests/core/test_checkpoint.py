@@ -68,7 +68,7 @@ def test_the_newest_whole_checkpoints_stay_and_nothing_that_broke_off(tmp_path):
     folder = checkpoint.folder_of(tmp_path)
     names = ["step_000000009", "step_000000010", "step_123456789", "step_000000000"]
     others = ["step_12", "step_00000001x", "step_000000012.damaged", ".hidden", "mine"]
-    for name in [*names, *others, ".step_000000011.ab12cd34", ".step_000000001.deleted"]:
+    for name in [*names, *others, ".step_000000011.flux_ref_partial", ".step_000000001.deleted.flux_ref_partial"]:
         (folder / name / "below").mkdir(parents=True)
     assert saved_steps(tmp_path) == [0, 9, 10, 123456789]
     checkpoint.prune(tmp_path, 2)
@@ -232,10 +232,10 @@ def test_a_full_disk_costs_a_checkpoint_and_no_training(trains, tmp_path, monkey
 
 def test_a_start_asks_for_the_room_that_its_checkpoints_will_take(trains, tmp_path, monkeypatch):
     """By keep, the interval and samples: how many new ones. A run of 60 samples in steps of 12."""
-    cases = ((0, "x", 0, 2), (0, "", 0, 1), (12, "x", 0, 5), (12, "", 36, 2), (24, "x", 0, 3), (99, "x", 0, 1))
-    for every, val, done, count in cases:
+    cases = ((0, "x", 0, 2), (0, "", 0, 1), (12, "x", 0, 5), (12, "", 3, 2), (24, "x", 0, 3), (99, "x", 0, 1))
+    for every, val, step, count in cases:
         cfg = micro_config(checkpoint__every_samples=every, data__val=val)
-        assert schedule.saves_after(done, cfg) == count, (every, val, done)
+        assert schedule.saves_after(step, cfg) == count, (every, val, step)
     for most, free, want in ((36, 2.9, 2), (36, 3.0, 0), (60, 0.9, 2), (60, 1.0, 0)):  # two are there for the last two
         put_room(monkeypatch, lambda _, free=free: SIZE * free)
         argv = ("--checkpoint.every_samples=12", f"--train.max_samples={most}")
@@ -249,7 +249,7 @@ def test_what_a_start_lacks_for_checkpoints_is_refused_and_leaves_nothing(trains
     with monkeypatch.context() as full:
         put_room(full, lambda _: SIZE - 1)
         code, _, line = trains(tmp_path / "run")
-    assert code == 2 and "GB free; 2 x 0.00099 GB are needed" in line and f"{tmp_path} " in line
+    assert code == 2 and "GB free; 0.00198 GB are needed" in line and f"{tmp_path} " in line
     assert "set run.dir to another disk, lower checkpoint.keep" in line
     monkeypatch.setattr(checkpoint, "host_copies", Mock(side_effect=MemoryError("cannot pin")))
     code, _, line = trains(tmp_path / "run")

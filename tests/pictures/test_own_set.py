@@ -3,15 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import own_pictures
 import pytest
-from conftest import MICRO, ROOT, called, refusal
+from conftest import MICRO, called, refusal
 from PIL import Image
 from run_files import contents
 from shard_damage import opened
@@ -166,22 +164,3 @@ def test_the_judge_tells_what_a_picture_shows():
         kept = toy.decode(toy.encode(own))
         assert toy.judge([kept, own + 0.25 * noise], [drawing.caption] * 2) == {}
     assert toy.judge([noises[0].clip(-1, 1)], ["any"]) == {"any": "no drawing"}
-
-
-FIRST = "flux_ref trains configs/tiny.toml; data: data/shapes/train; the run's files: {}; loading torch\n"
-FIRST_LINES = {  # options: what train.py says before it imports torch
-    "": FIRST.format("runs/tiny"),
-    "--run.dir=elsewhere": FIRST.format("elsewhere"),
-    "--run.dir=café": FIRST.format("caf\\xe9"),
-    "--no.key=1": "",
-    "--help": "",
-}
-
-
-def test_the_first_line_comes_before_torch():
-    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('train.py', run_name='__main__')"
-    for options, line in FIRST_LINES.items():
-        command = [sys.executable, "-c", code, *options.split()]
-        env = {**os.environ, "PYTHONIOENCODING": "ascii"}
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
-        assert done.stdout == line and "torch" in done.stderr, options

@@ -18,6 +18,7 @@ from flux_ref import checkpoint, config, config_file, files, folder, ranks
 from flux_ref.config import KEYS, Config
 from flux_ref.errors import Refusal
 from flux_ref.ranks import World
+from flux_ref.report import Reporter
 
 COUNTS = {"train_samples": 50, "val_samples": 45}
 
@@ -135,6 +136,16 @@ def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg,
         assert f"data: {key}=51, there {COUNTS[key]};" in outcome(cfg, world, sizes=COUNTS | {key: 51})
 
 
+def test_a_damaged_record_is_refused_before_a_record_goes(cfg, world):
+    place = put(cfg, "saved")
+    (place / "metrics.jsonl").write_text('{"samples": 48, "loss": 1}\n{"samples": 60, "loss": 1}\n')
+    (place / "pictures.jsonl").write_text("half of\n")
+    before = contents(place)
+    with pytest.raises(Refusal, match=r"pictures\.jsonl, line 1 is no record"):
+        Reporter(cfg, world, print).resume({"step": 4, "samples": 48, "unwritten": []})
+    assert contents(place) == before
+
+
 def test_of_a_switch_only_what_begins_after_the_checkpoint_may_change(cfg, world):
     """By the switches of the run, whose checkpoint has 48 samples, and those given: whether the run goes on."""
     past, later = (24, "fp8"), (60, "bf16")
@@ -199,7 +210,8 @@ def in_state(whole: Path, place: Path, state: str) -> None:
         flip(last / checkpoint.MANIFEST, 300)
     if state == "of older code":
         (last / checkpoint.MANIFEST).write_text('{"info": {}, "tensors": {}, "crc32": 1}')
-    for left in (place / ".config.toml.1.flux_ref_partial", place / "samples" / ".x.png.2.flux_ref_partial"):
+    for name in (".config.toml.1", "samples/.x.png.2", "checkpoints/.step_000000001"):
+        left = place / f"{name}.flux_ref_partial"
         left.parent.mkdir(exist_ok=True)
         left.write_text("half of")
 
