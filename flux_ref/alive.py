@@ -69,9 +69,13 @@ class Alive:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.closed.set()
         self.let_go()
+        if self.signal == signal.SIGTERM and isinstance(error, RuntimeError):
+            signal.raise_signal(
+                signal.SIGTERM
+            )  # torchrun ends this rank because another one broke, and that one speaks
 
     def share(self, store: dist.Store) -> None:
         """From now on the progress of any rank counts. store: World.store, whose calls wait for no other call."""

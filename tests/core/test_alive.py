@@ -71,6 +71,14 @@ def test_progress_of_any_rank_is_progress_of_all_and_a_lost_store_leaves_each_ra
         assert second._progress() == second._progress() == second.marks + errors.Progress.total
 
 
+def test_a_rank_that_torchrun_ends_is_silent_about_the_rank_that_broke():
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError), Alive("train.py", 0) as alive:
+        patch.setattr(signal, "raise_signal", ended := Mock())
+        alive.signal = signal.SIGTERM
+        raise RuntimeError("Connection reset by peer")
+    ended.assert_called_once_with(signal.SIGTERM)
+
+
 @pytest.mark.slow
 def test_a_rank_that_waits_for_files_of_another_rank_does_not_hang(tmp_path):
     argv = micro_run(tmp_path / "data", tmp_path / "run", "--run.hang_s=2.5", "--train.max_samples=12")
