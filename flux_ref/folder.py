@@ -144,9 +144,7 @@ def _checkpoint(cfg: Config, folder: Path, sizes: dict[str, int]) -> Path | None
         if differ:
             raise Refusal(f"{folder} holds a run of another config or data: {'; '.join(differ)}; {REMEDY}")
     if (folder / OUTCOME).exists():
-        end = {"val_loss": None} | files.read_json(folder / OUTCOME, "outcome")
-        if not isinstance(end.get("samples"), int) or not isinstance(end["val_loss"], (float, type(None))):
-            raise Refusal(f"{folder / OUTCOME}, line 1 lacks the numbers samples and val_loss; {REMEDY}")
+        end = files.read_json(folder / OUTCOME, "outcome")
         reached = end["val_loss"] is not None and end["val_loss"] <= cfg.eval.target
         if reached or end["samples"] >= cfg.train.max_samples:
             longer = "raise train.max_samples or lower eval.target to train it longer (at optim.lr / 10 after a decay)"

@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -135,15 +136,12 @@ class Reporter:
         """Show the bar, which tells how long the rest takes, and start the clock."""
         batch = self.cfg.train.global_batch
         total = schedule.steps_for(self.cfg.train.max_samples, batch) * batch
-        if self.speaks:
-            try:
+        if self.speaks and find_spec("tensorboard"):
+            with self.spare("TensorBoard's curves"):  # its import fails where protobuf is of another age
                 from torch.utils.tensorboard import SummaryWriter
-            except Exception as error:  # such as TypeError, where protobuf is of another age
-                if getattr(error, "name", None) != "tensorboard":
-                    self.say(f"  curves  none, as TensorBoard cannot be imported: {one_line(error, 200)}")
-            else:  # what an interrupted run has written after `samples` is left out
-                with self.spare("TensorBoard's curves"):
-                    self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=samples + 1, flush_secs=10)
+
+                # What an interrupted run has written after `samples` is left out.
+                self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=samples + 1, flush_secs=10)
         self.bar = progress(total=total, initial=samples, unit=" samples", bar_format=BAR, disable=not self.speaks)
         # What the next record is measured from: time of a monotonic clock, samples, seconds of waiting for data
         self.since_s = time.perf_counter()
