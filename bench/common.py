@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bench.fake_ranks import fake_world
 from flux_ref import config, config_file, graphs, ranks
 from flux_ref.config import Config
 from flux_ref.errors import Options, between
@@ -66,8 +67,11 @@ def run(name: str, argv: list[str], parse: Callable, measure: Callable[[Config, 
     """
     args, overrides = parse(argv)
     cfg = config_file.load(args.config, overrides)
-    world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
     with ExitStack() as stack:
+        if count := getattr(args, "fake_ranks", None):
+            world = stack.enter_context(fake_world(count, replicate=cfg.parallel.replicate))
+        else:
+            world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
         choose_compiler_folder(cfg, world, stack)
         report = head(name, argv, world.device) if world.rank == 0 else {}  # git is asked once, not on every rank
         report |= {

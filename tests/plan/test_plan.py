@@ -8,11 +8,10 @@ import pytest
 import step_memory
 import torch
 from conftest import MICRO, ROOT, refusal
-from fake_world import fake_world
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.fake_ranks import fake_world, tensor_bytes
 from flux_ref import config, config_file, sharding
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.data import allocate
@@ -212,16 +211,8 @@ def step_without_peers(name: str) -> tuple[float, float]:
     cfg = wide(**({"train__global_batch": ROWS * gpus} | values))
     rows = config.micro_batch(cfg, gpus)
     layout, footprints = footprint.layout(cfg, gpus, node), footprint.trace(cfg, "cpu", rows)
-    instant = memory.fullest(cfg, layout, footprints, gpus, rows)
-    profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with fake_world(gpus, node=node) as world, profiling as profiler:
-        state, health = State(sharding.build(cfg, world, seed=None), cfg, world), Health(world.device)
-        state.opt.states()
-        batch, _ = (allocate(cfg.model, count) for count in (cfg.train.global_batch // gpus, cfg.eval.batch))
-        for _ in range(2):
-            with record_function(step_memory.STEP):
-                train_step(state.net, state.opt, batch, health, cfg)
-    return instant.total, step_memory.peaks(profiler)[1]
+    with fake_world(gpus, node=node) as world:
+        return memory.fullest(cfg, layout, footprints, gpus, rows).total, tensor_bytes(cfg, world)
 
 
 def test_memory_of_a_step_without_peers():
