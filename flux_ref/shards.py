@@ -23,7 +23,7 @@ from functools import cache
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -166,10 +166,7 @@ def _tar_header(block: bytes) -> tuple[str, int]:
     """(name, size) of the member that a tar header begins. Raises: ValueError."""
     if block[257:262] != b"ustar":
         raise ValueError("no tar header stands where a member begins")
-    digits = block[124:136].strip(b"\0 ")
-    if digits.strip(b"01234567"):  # int() takes a sign and underscores, too; a negative size would never end
-        raise ValueError(f"{shown(digits)} stands where a tar header gives a member's size in octal digits")
-    return block[:100].rstrip(b"\0").decode(), int(digits, 8)
+    return block[:100].rstrip(b"\0").decode(), int(block[124:136].strip(b"\0 "), 8)
 
 
 class ShardSet:
@@ -293,11 +290,8 @@ def _add_member(file: BinaryIO, name: str, head: bytes, content: bytes | memoryv
 
 def _description(meta: Meta) -> bytes:
     """The json member, in one tar block."""
-    said: dict[str, Any] = {"key": meta.key}
-    if meta.timestep is not None:  # NVIDIA's reader takes no null
-        said["timestep"] = meta.timestep
-    if meta.caption:
-        said["caption"] = meta.caption[:BLOCK]
+    short = meta._replace(caption=meta.caption[:BLOCK])
+    said = {name: value for name, value in short._asdict().items() if value not in (None, "")}  # NVIDIA: no null
     while len(text := json.dumps(said, ensure_ascii=False).encode()) > BLOCK:
         said["caption"] = said["caption"][:-1]
     return text
