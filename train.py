@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
             runner.health.restart(state.step)
             report.begin(state.samples)
             while True:
-                if preset := arithmetic.switched(state.step):
+                if preset := arithmetic.switches.get(state.step):
                     report.say(f"samples {state.samples:>10,}  precision switches to {preset}")
                 if gallery and schedule.due(state.samples, cfg.sample.every_samples, batch):
                     if shortage := runner.shortage():

@@ -47,15 +47,13 @@ class Region(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Run the blocks. inputs: as of a block. Returns what the last block returns."""
-        *first, vec_BD, rope_SR2 = inputs
-        streams: tuple[Tensor, ...] = tuple(first)
+        *streams, vec_BD, rope_SR2 = inputs
         for block in self.blocks:
-            inputs = (*streams, vec_BD, rope_SR2)
             if self.recompute == "block":  # no random numbers are drawn, so no state of a generator is kept
-                out = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+                out = checkpoint(block, *streams, vec_BD, rope_SR2, use_reentrant=False, preserve_rng_state=False)
             else:
-                out = block(*inputs)
-            streams = out if isinstance(out, tuple) else (out,)
+                out = block(*streams, vec_BD, rope_SR2)
+            streams = [*out] if isinstance(out, tuple) else [out]
         return out
 
 
@@ -71,6 +69,11 @@ def regions(blocks: nn.ModuleList, cfg: ParallelConfig) -> nn.ModuleList:
     """The blocks in regions of cfg.region_blocks blocks each; the last region may be shorter."""
     starts = range(0, len(blocks), cfg.region_blocks)
     return nn.ModuleList(Region(list(blocks[start : start + cfg.region_blocks]), cfg.recompute) for start in starts)
+
+
+def freed(cfg: ParallelConfig, regions: int) -> int:
+    """How many of the first regions FSDP2 frees after forward and gathers again for backward."""
+    return max(0, regions - cfg.kept_regions) if cfg.kept_regions >= 0 else 0
 
 
 def named_parameters(net: ShardedFlux) -> dict[str, DTensor]:
@@ -121,13 +124,13 @@ def shard(plain: Flux, cfg: Config, world: World, arithmetic: Arithmetic) -> Sha
         reduce_dtype=DTYPES[parallel.reduce_dtype],
         cast_forward_inputs=False,  # numerics: True would round t and RoPE to parallel.dtype
     )
-    freed = 0 if parallel.kept_regions < 0 else max(0, len(units) - parallel.kept_regions)
+    first_kept = freed(parallel, len(units))
     for i, unit in enumerate(units):
-        fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=i < freed)
+        fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=i < first_kept)
     net = cast(ShardedFlux, fully_shard(plain, mesh=world.mesh, mp_policy=mixed_precision))
     net.names = names
     net.arithmetic = arithmetic
-    net.kept = [*units[freed:], net]
+    net.kept = [*units[first_kept:], net]
     # torch 2.14 and later warn that operations in place on a unit's result would be lost. The objective has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if REDUCTIONS > 1:
@@ -144,13 +147,11 @@ def fill_from_seed(net: ShardedFlux, seed: int) -> None:
     """
     for name, parameter in named_parameters(net).items():
         first, local = local_rows(parameter)
-        flat = local.view(-1)
         start = first * math.prod(parameter.shape[1:])
         kind, width = model.start_of(name, tuple(parameter.shape))
-        for begin in range(0, flat.numel(), PIECE):
-            count = min(PIECE, flat.numel() - begin)
-            values = rng.start_values(seed, name, kind, width, start + begin, count)
-            flat[begin : begin + count] = torch.from_numpy(values).to(flat.device)
+        for piece in local.view(-1).split(PIECE):
+            piece.copy_(torch.from_numpy(rng.start_values(seed, name, kind, width, start, len(piece))))
+            start += len(piece)
 
 
 def local_rows(parameter: DTensor) -> tuple[int, Tensor]:
