@@ -166,7 +166,10 @@ def _tar_header(block: bytes) -> tuple[str, int]:
     """(name, size) of the member that a tar header begins. Raises: ValueError."""
     if block[257:262] != b"ustar":
         raise ValueError("no tar header stands where a member begins")
-    return block[:100].rstrip(b"\0").decode(), int(block[124:136].strip(b"\0 "), 8)
+    digits = block[124:136].strip(b"\0 ")
+    if digits.strip(b"01234567"):  # int() takes a sign and underscores, too; a negative size would never end
+        raise ValueError(f"{shown(digits)} stands where a tar header gives a member's size in octal digits")
+    return block[:100].rstrip(b"\0").decode(), int(digits, 8)
 
 
 class ShardSet:

@@ -170,7 +170,8 @@ def test_damage_of_a_sample_is_noticed_and_named(folder, shard):
             (partial(overwrite_header, shard, member, size=2**33 - 1), ""),
             (partial(overwrite_header, shard, member, size=BLOCK), ""),
         ]
-        damages.append((partial(overwrite, shard, position(member) + 124, b"00000 00010"), ""))
+        for size in (b"-0000001000", b"+0000000010", b"0000_000010", b"00000 00010"):
+            damages.append((partial(overwrite, shard, position(member) + 124, size), ""))
     for text in (
         "{",
         "[" * 400,

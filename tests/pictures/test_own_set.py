@@ -20,6 +20,7 @@ from flux_ref.pictures import own_set
 
 SIZES = ["--model.latent_height=8", "--model.latent_width=8"]
 MODEL = config_file.load(MICRO, SIZES).model
+PIPES = shutil.ignore_patterns("pipe.*")
 
 
 def overrides(pictures: Path, folder: Path) -> list[str]:
@@ -40,6 +41,7 @@ def pictures(tmp_path_factory) -> Path:
     bad = {"cut.png": whole[:100], "empty.png": b"", "text.png": b"text", "plain.bmp": b"BM", "alone.png": whole}
     for name, content in bad.items():
         (folder / name).write_bytes(content)
+    os.mkfifo(folder / "pipe.tar")
     (folder / "gone.jpg").symlink_to("nowhere")
     rows += [json.dumps({"file_name": name, "text": "a thing"}) for name in bad if name != "alone.png"]
     (folder / "metadata.jsonl").write_text("\n".join(rows))
@@ -60,7 +62,8 @@ def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
         "text.png": "not a picture",
         "plain.bmp": "unsupported type",
         "alone.png": "not in metadata.jsonl",
-        "gone.jpg": "not in metadata.jsonl",
+        "pipe.tar": "no regular file",
+        "gone.jpg": "no regular file",
     }
     assert len(train) + len(val) == 160 and len(val) == 16
     assert [meta.timestep for meta, _ in val] == [i % 8 for i in range(len(val))]
@@ -73,13 +76,13 @@ def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
         wanted = toy.encode_caption(meta.caption, MODEL, own=True) | {"mean": toy.encode(picture)}
         assert all((members[name] == shards.to_bf16_bits(values)).all() for name, values in wanted.items())
     shown = capsys.readouterr().out
-    assert f"{len(train)} pictures to train on and {len(val)} held out; 6 rejected" in shown
+    assert f"{len(train)} pictures to train on and {len(val)} held out; 7 rejected" in shown
     assert "toy codec changes a colour by" in shown and (tmp_path / "set" / "codec.png").is_file()
 
 
 def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path, capsys):
     own = tmp_path / "pictures"
-    shutil.copytree(pictures, own, symlinks=True)
+    shutil.copytree(pictures, own, ignore=PIPES, symlinks=True)
     cfg = config_file.load(MICRO, overrides(own, tmp_path / "set"))
     own_set.ensure(cfg)
     before = contents(tmp_path)
