@@ -64,7 +64,7 @@ class World:
     @property
     def replicas(self) -> int:
         """Full copies of the model over all ranks."""
-        return self.mesh.size(0) if self.mesh.ndim == 2 else 1
+        return self.size // self.mesh.size(-1)
 
     @property
     def pin(self) -> bool:

@@ -193,29 +193,24 @@ def choose_compiler_folder(cfg: Config, world: World, stack: ExitStack) -> None:
     tempfile.tempdir = own
 
 
-def options(device: torch.device, own: Options) -> Options:
-    """The compiler's options for regions. own: those of the arithmetic.
+def compile_all(units: list[Region], cfg: Config, device: torch.device, own: Options) -> None:
+    """Mark every region to be compiled at its first call in each mode. own: the arithmetic's options of the compiler.
 
-    They save memory traffic of GPUs. On a CPU they were not faster, so it takes none.
+    The options save memory traffic of GPUs. On a CPU they were not faster, so it takes none.
     An option that this torch does not know is left out; its old default then costs some memory traffic.
     """
-    if device.type == "cpu":
-        return {}
     wanted = {
         "realize_reads_threshold": 8,  # RoPE's gradient is computed where it is used, not stored in fp32
         "max_complex_pointwise_cat_inputs": 0,  # a part of a joint tensor is written where the part is computed
+        **own,
     }
     known: Any = torch._inductor.config  # a module that torch fills as it is imported
-    return {name: value for name, value in (wanted | own).items() if name in known._config}
-
-
-def compile_all(units: list[Region], cfg: Config, device: torch.device, own: Options) -> None:
-    """Mark every region to be compiled at its first call in each mode. own: as for `options`."""
+    options = {name: value for name, value in wanted.items() if name in known._config and device.type != "cpu"}
     torch.compiler.set_stance("default")
     _set(torch._dynamo.config, "recompile_limit", RECOMPILE_LIMIT)
     _set(torch._functorch.config, "activation_memory_budget", cfg.parallel.activation_budget)
     for region in units:
-        region.compile(fullgraph=True, dynamic=False, options=options(device, own))
+        region.compile(fullgraph=True, dynamic=False, options=options)
 
 
 def forbid_recompilation() -> None:

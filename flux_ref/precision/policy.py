@@ -14,8 +14,6 @@ products is a sum over one dimension of its left and its right side:
     grad_weight  gradient, turned (N, M)  x input, turned (K, M)    over M
 """
 
-import itertools
-import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cache
@@ -23,7 +21,6 @@ from typing import NamedTuple
 
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.model import parameter_table
 from flux_ref.precision.formats import BASES, PLAIN, PRODUCTS, SIDES, Pair, Products, format_pair, is_delayed, way
 from flux_ref.schedule import steps_for
 
@@ -53,8 +50,6 @@ PRESETS = {
         "last.* *: bf16 x bf16",
     ),
 }
-# The weights of linears that see tokens: all of the blocks but modulation's
-LINEAR = re.compile(r"(\w+_blocks\.\d+\.(img|txt|linear)(?!_mod).*)\.weight")
 NARROW = ("nvfp4", "mxfp4", "mxfp6")  # formats below FP8, narrowest first; sides are named after them
 LAST = 0.15  # share of the blocks that "last" means; at least one
 MULTIPLE = 16  # kernels of FP8 need sizes that this number divides
@@ -81,15 +76,22 @@ class Layer(NamedTuple):
         }
 
 
-@cache
 def layers(model: ModelConfig) -> dict[str, Layer]:
     """The linears that a policy decides, by the names of their modules, in the order of forward."""
-    tokens = {"img": model.image_tokens, "txt": model.text_tokens, "linear": model.image_tokens + model.text_tokens}
+    D = model.hidden
+    M = model.mlp_ratio * D
     found = {}
-    for name, shape in parameter_table(model).items():
-        if match := LINEAR.fullmatch(name):
-            outputs, inputs = shape
-            found[match[1]] = Layer(tokens[match[2]], inputs, outputs)
+    for i in range(model.double_blocks):
+        for stream, tokens in (("img", model.image_tokens), ("txt", model.text_tokens)):
+            name = f"double_blocks.{i}.{stream}"
+            found[f"{name}_attn.qkv"] = Layer(tokens, D, 3 * D)
+            found[f"{name}_attn.proj"] = Layer(tokens, D, D)
+            found[f"{name}_mlp.0"] = Layer(tokens, D, M)
+            found[f"{name}_mlp.2"] = Layer(tokens, M, D)
+    tokens = model.image_tokens + model.text_tokens
+    for i in range(model.single_blocks):
+        found[f"single_blocks.{i}.linear1"] = Layer(tokens, D, 3 * D + M)
+        found[f"single_blocks.{i}.linear2"] = Layer(tokens, D + M, D)
     return found
 
 
@@ -100,9 +102,10 @@ def parse(text: str) -> tuple[str, Pair]:
     for name in (left, right):
         if name not in SIDES:
             known = ", ".join(side.name for side in BASES)
-            form = "write LAYER PRODUCT: LEFT x RIGHT, as * *: e4m3 x e4m3"
-            rule = f"give {PLAIN} or one of {known}, then perhaps +h16 or +h32, then perhaps +sr"
-            raise Refusal(f"precision.rules: {text!r} names the side {name!r}; {form}; for a side {rule}")
+            raise Refusal(
+                f"precision.rules: {text!r} names the side {name!r}; write LAYER PRODUCT: LEFT x RIGHT, as * *: e4m3 x"
+                f" e4m3; a side is {PLAIN} or one of {known}, then perhaps +h16 or +h32, then perhaps +sr"
+            )
     return head, (SIDES[left], SIDES[right])
 
 
@@ -146,10 +149,11 @@ def decided(rules: Sequence[str], model: ModelConfig) -> dict[str, Products]:
     for text in rules:
         head, pair = parse(text)
         is_idle = True
-        for alias, product in itertools.product(called, PRODUCTS):
-            if fnmatchcase(f"{alias} {product}", head):
-                pairs[called[alias]][product] = pair
-                is_idle = False
+        for alias, name in called.items():
+            for product in PRODUCTS:
+                if fnmatchcase(f"{alias} {product}", head):
+                    pairs[name][product] = pair
+                    is_idle = False
         if is_idle:
             example = f"{next(iter(known))} {PRODUCTS[0]}"
             raise Refusal(f"precision.rules: {text!r} matches no product of this model; one is {example}")

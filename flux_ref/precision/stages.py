@@ -68,22 +68,19 @@ class Precision(Arithmetic):
         """Take the converted linears of a net and give them what training needs."""
         self.linears = [module for module in net.modules() if isinstance(module, PolicyLinear)]
         self.owners = [one for one in self.linears if one.layer in self.remembering]
-        self._give_draws(device)
-        kinds = [kind for one in self.owners for kind in (one.support.forward, one.support.gradient)]
-        self.amaxes = [torch.zeros((), device=device) for _ in kinds]
-        self.scales = [(torch.ones((), device=device), torch.ones((), device=device)) for _ in kinds]
-        self.largest = torch.tensor([torch.finfo(kind).max for kind in kinds], device=device)
-        self.history = torch.zeros(len(kinds), self.cfg.precision.history, device=device)
-        self.reset()
-
-    def _give_draws(self, device: torch.device) -> None:
-        """Tell each linear what its chances depend on. `begin` and forward write the step and the sample in place."""
+        # What the chances of each linear depend on. `begin` and forward write the step and the sample in place.
         self.step, self.sample = torch.zeros(2, dtype=torch.int64, device=device).unbind()
         seed = torch.tensor(self.cfg.train.seed, device=device)
         names = list(policy.layers(self.cfg.model))
         for one in self.linears:
             number = torch.tensor(names.index(one.layer), device=device)
             one.draws = Draws(seed, self.step, self.sample, number)
+        kinds = [kind for one in self.owners for kind in (one.support.forward, one.support.gradient)]
+        self.amaxes = [torch.zeros((), device=device) for _ in kinds]
+        self.scales = [(torch.ones((), device=device), torch.ones((), device=device)) for _ in kinds]
+        self.largest = torch.tensor([torch.finfo(kind).max for kind in kinds], device=device)
+        self.history = torch.zeros(len(kinds), self.cfg.precision.history, device=device)
+        self.reset()
 
     def begin(self, step: int) -> None:
         """Works on the host, but for one number that it writes to the device."""
