@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
         train_set, val_set = data_sets(cfg, world)
         sizes = {"train_samples": train_set.count, "val_samples": val_set.count}
         counts = sizes.values()
-        sharding.choose_compiler_folder(cfg, world, stack)
+        sharding.choose_compiler_folder(cfg, world)
         saved = stack.enter_context(folder.held(cfg, world, sizes))
         log = BenchmarkLog()
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log.text)))

@@ -9,12 +9,9 @@ A port replaces this file. Parameters keep Black Forest Labs' names whatever the
 
 import math
 import os
-import secrets
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -27,6 +24,7 @@ from flux_ref import model, ranks, rng
 from flux_ref.arithmetic import DTYPES, Arithmetic, Options, arithmetic_of
 from flux_ref.attention import allow_attention, attention_kernel
 from flux_ref.config import Config, ParallelConfig
+from flux_ref.errors import Refusal
 from flux_ref.model import Flux
 from flux_ref.ranks import World
 
@@ -171,26 +169,23 @@ def reshard(net: nn.Module) -> None:
 # Compiling
 
 
-def choose_compiler_folder(cfg: Config, world: World, stack: ExitStack) -> None:
-    """With parallel.compile, give torch's compiler a folder of this start, for all ranks of a node. Collective.
+def choose_compiler_folder(cfg: Config, world: World) -> None:
+    """With parallel.compile, let torch's compiler keep its code in a folder of this user, for later starts. Collective.
 
-    By itself torch takes the pickles and the code that lie in /tmp/torchinductor_USER; another user may have made it.
-    The own folder is removed when the stack ends; TORCHINDUCTOR_CACHE_DIR=DIR keeps the code in DIR for later starts.
-    Call this before a net is built: torch then imports its compiler, which looks for the folder. Raises: Refusal.
+    By itself torch takes the pickles and the code in /tmp/torchinductor_USER; another user may have made that folder.
+    TORCHINDUCTOR_CACHE_DIR names another folder. Call this before a net is built: torch then imports its compiler,
+    which looks for the folder. Raises: Refusal if the folder belongs to another user.
     """
-    if not cfg.parallel.compile:
-        return
-    token = ranks.gather_objects(secrets.token_hex(8))[0]  # nobody can have made a folder of this name
-    own = f"{tempfile.gettempdir()}/flux_ref_compiled_{token}"
-    stack.callback(shutil.rmtree, own, ignore_errors=True)
-    with ranks.agreed():
-        os.makedirs(own, mode=0o700, exist_ok=True)
-    kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or own
-    # torch finds compiled code by the code of the net. That does not name the kernel of attention, so the folder does.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{kept}/{attention_kernel(cfg, world.device).replace(' ', '_')}"
-    # torch keeps some files below the temporary folder, whatever TORCHINDUCTOR_CACHE_DIR says.
-    os.environ["TMPDIR"] = own
-    tempfile.tempdir = own
+    if cfg.parallel.compile:
+        host = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/flux_ref/{os.uname().nodename}_{torch.__version__}"
+        place = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or host).expanduser()
+        # torch finds compiled code by the code of the net. The code does not name the kernel of attention.
+        place /= attention_kernel(cfg, world.device)
+        with ranks.agreed():
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if place.stat().st_uid != os.geteuid():
+                raise Refusal(f"{place} belongs to another user, whose code would run; set TORCHINDUCTOR_CACHE_DIR")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(place)
 
 
 def compile_all(units: list[Region], cfg: Config, device: torch.device, own: Options) -> None:
