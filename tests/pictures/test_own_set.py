@@ -62,8 +62,8 @@ def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
         "text.png": "not a picture",
         "plain.bmp": "unsupported type",
         "alone.png": "not in metadata.jsonl",
-        "pipe.tar": "no regular file",
-        "gone.jpg": "no regular file",
+        "pipe.tar": "not in metadata.jsonl",
+        "gone.jpg": "not in metadata.jsonl",
     }
     assert len(train) + len(val) == 160 and len(val) == 16
     assert [meta.timestep for meta, _ in val] == [i % 8 for i in range(len(val))]

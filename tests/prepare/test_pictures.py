@@ -4,7 +4,6 @@ import gzip
 import io
 import json
 import os
-import socket
 import tarfile
 import unicodedata
 from collections.abc import Iterator
@@ -141,7 +140,6 @@ BAD = {  # reason, content
 }
 
 
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_what_cannot_be_used_is_rejected():
     for reason, contents in BAD.items():
         assert [refusal(pixels, content, kind=Rejected) for content in contents] == [reason] * len(contents)
@@ -220,30 +218,25 @@ def test_a_folder_gives_each_picture_with_the_text_of_its_name(tmp_path):
     put(tmp_path / "elsewhere", {"b.png": PNG, "b.txt": CAT})
     (root / "linked").symlink_to(tmp_path / "elsewhere")
     (root / "sub" / "loop").symlink_to(root)
-    for name in ("gone.png", "gone.tar", "metadata.csv"):
+    for name in ("gone.png", "gone.tar"):
         (root / name).symlink_to("nowhere")
-    for name in ("pipe.png", "pipe.tar.gz", "metadata.jsonl"):
+    for name in ("pipe.png", "pipe.tar.gz"):
         os.mkfifo(root / name)
-    with socket.socket(socket.AF_UNIX) as ear:
-        ear.bind(os.path.relpath(root / "ear.tar"))
     for name in ("gone.txt", "pipe.txt"):
         (root / name).write_bytes(CAT)
-    nothing = [(name, "no regular file") for name in ("ear.tar", "gone.tar", "metadata.csv", "metadata.jsonl")]
     before = errors.Progress.total
     assert sorted(outcome(root)) == [
         ("IMG_1.PNG", "= a cat"),
         ("alone.gif", "no caption"),
         ("both.png", "= a cat"),
         ("cat.2.webp", "= a cat"),
-        nothing[0],
-        ("gone.png", "no regular file"),
-        nothing[1],
+        ("gone.png", "unreadable file"),
+        ("gone.tar", "unsupported type"),
         ("kohya.png", "= a cat"),
         ("linked/b.png", "= a cat"),
-        *nothing[2:],
         ("note.pdf", "unsupported type"),
-        ("pipe.png", "no regular file"),
-        ("pipe.tar.gz", "no regular file"),
+        ("pipe.png", "unreadable file"),
+        ("pipe.tar.gz", "unsupported type"),
         ("sub/a.jpeg", "= a cat"),
         ("two.jpg", TWINS),
         ("two.png", TWINS),
@@ -336,23 +329,20 @@ def test_no_picture_of_a_tar_vanishes(tmp_path):
     nothing = "a link to nothing in its archive"
     members = [member for key in ("cat", "cat.2", "St. John", "St. Paul", "dog") for member in pair(key)]
     members += [("0.JPG", PNG), ("0.png", PNG), ("0.txt", CAT), ("9.txt", CAT), ("8.avif", b"x"), ("8.txt", CAT)]
-    members += [
-        ("1.png", b"old"),
-        ("1.txt", b"old"),
-        ("1.png", PNG),
-        ("./._1.txt", b"Mac"),
-        ("1.txt", CAT),
-        ("._1.png", b"Mac"),
-        ("7.png", PNG),
-        ("7.cls", b"7"),
-    ]
+    members += [("1.png", PNG), ("./._1.txt", b"Mac"), ("1.txt", CAT), ("._1.png", b"Mac")]
+    members += [("7.png", PNG), ("7.cls", b"7")]
     members += [("hard.png", "cat.png"), ("hard.txt", "cat.txt"), ("soft.png", "->dog.png"), ("soft.txt", CAT)]
     members += [("out.png", "->/etc/passwd"), ("out.txt", CAT), ("self.png", "->self.png"), *pair("../../up")]
     want = [
         *(("cat.png", "= a cat"), ("cat.2.png", DOT), ("St. John.png", DOT), ("St. Paul.png", DOT)),
         *(("dog.png", "= a cat"), ("0.JPG", TWINS), ("0.png", TWINS), ("8.avif", "unsupported type")),
-        *(("1.png", "a later member of the archive has its name"), ("1.png", "= a cat"), ("._1.png", DOT)),
-        *(("7.png", "no caption"), ("7.cls", "unsupported type"), ("hard.png", "= a cat"), ("soft.png", "= a cat")),
+        *(
+            ("1.png", "= a cat"),
+            ("7.png", "no caption"),
+            ("7.cls", "unsupported type"),
+            ("hard.png", "= a cat"),
+            ("soft.png", "= a cat"),
+        ),
         *(("out.png", nothing), ("self.png", nothing), ("../../up.png", "= a cat")),
     ]
     path = write_tar(tmp_path / "x.tar", members)
