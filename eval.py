@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         alive.share(world.store)
         # Training may save and delete checkpoints while ranks look.
         names = ranks.gather_objects([str(path) for path in paths])[0]
-        sharding.choose_compiler_folder(cfg, world, stack)
+        sharding.choose_compiler_folder(cfg, world)
         evaluate(cfg, world, [Path(name) for name in names], options, alive.mark)
     ranks.stop()
     return 0

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
         train_set, val_set = data_sets(cfg, world)
         sizes = {"train_samples": train_set.count, "val_samples": val_set.count}
         counts = sizes.values()
-        sharding.choose_compiler_folder(cfg, world, stack)
+        sharding.choose_compiler_folder(cfg, world)
         saved = stack.enter_context(folder.held(cfg, world, sizes))
         log = BenchmarkLog()
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log.text)))
@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
             runner.health.restart(state.step)
             report.begin(state.samples)
             while True:
-                if preset := arithmetic.switched(state.step):
+                if preset := arithmetic.switches.get(state.step):
                     report.say(f"samples {state.samples:>10,}  precision switches to {preset}")
                 if gallery and schedule.due(state.samples, cfg.sample.every_samples, batch):
                     if shortage := runner.shortage():

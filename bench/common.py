@@ -72,7 +72,7 @@ def run(name: str, argv: list[str], parse: Callable, measure: Callable[[Config, 
             world = stack.enter_context(fake_world(count, replicate=cfg.parallel.replicate))
         else:
             world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
-        choose_compiler_folder(cfg, world, stack)
+        choose_compiler_folder(cfg, world)
         report = head(name, argv, world.device) if world.rank == 0 else {}  # git is asked once, not on every rank
         report |= {
             "arch": architecture(world.device),

@@ -87,7 +87,6 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
             feed.close()
     totals = [sum(step.values()) for step in steps]
     samples_per_s = cfg.train.global_batch * 1e3 / mean(totals)
-    peak_gb = torch.tensor([peak_memory_gb(world.device)], device=world.device)
     spans = split(cfg, state, run.train_batch, clock)
     one_step = partial(train_step, state.net, state.opt, run.train_batch, run.health, cfg)
     return {
@@ -98,7 +97,7 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
         "step_ms": {"median": median(totals), "min": min(totals), "max": max(totals)},
         "split_ms": spans,
         "data_share": sum(step["data"] for step in steps) / sum(totals) if feed else None,
-        "peak_memory_gb": max(gb for (gb,) in ranks.gather(peak_gb)),
+        "peak_memory_gb": max(ranks.gather_objects(peak_memory_gb(world.device))),
         "tflop": ceiling.achieved(cfg, samples_per_s / world.size, clock),
         "last_loss": loss,
         "kernels": kernels,

@@ -20,6 +20,7 @@ class Arithmetic:
 
     phases: the training steps at which the way of computing changes, 0 first. Each has compiled code and graphs of its
     own.
+    switches: the presets that begin after the first one, by their first step.
     compiler: options beside those of sharding.py.
     history: what a checkpoint holds beside weights and moments; the same on all ranks.
     remembering: whose history it is.
@@ -28,6 +29,7 @@ class Arithmetic:
     def __init__(self, cfg: Config):
         self.cfg = cfg
         self.phases: tuple[int, ...] = (0,)
+        self.switches: dict[int, str] = {}
         self.compiler: Options = {}
         self.history = torch.zeros(0)
         self.remembering: list[str] = []
@@ -64,10 +66,6 @@ class Arithmetic:
     def describe(self, rows: int, device: torch.device) -> list[str]:
         """What a run computes with, in words: one line, and more for a policy. rows: samples of a micro-batch."""
         return [f"{self.cfg.parallel.dtype} in training and validation"]
-
-    def switched(self, step: int) -> str:
-        """The preset that begins at a step, or ""."""
-        return ""
 
 
 def arithmetic_of(cfg: Config) -> Arithmetic:

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flux_ref import config, files, ranks, schedule, sharding, tensors
+from flux_ref import config, files, ranks, sharding, tensors
 from flux_ref.config import Config, Shapes
 from flux_ref.errors import Fault, Refusal, Say, one_line
 from flux_ref.ranks import World
@@ -219,8 +219,7 @@ class Saver:
             if self.world.rank == 0:
                 there = len(list_checkpoints(self.run)) if self.step else 0  # others lie aside by then
                 # For a moment a new one is whole and the oldest is not yet gone.
-                count = min(self.cfg.checkpoint.keep + 1 - there, schedule.saves_after(self.step or 0, self.cfg))
-                require_space(folder, max(1, count) * self.bytes)
+                require_space(folder, max(1, self.cfg.checkpoint.keep + 1 - there) * self.bytes)
                 trial.touch()
         try:
             with ranks.agreed():

@@ -215,16 +215,17 @@ class ValSet(SampleSet):
     def open(self) -> None:
         """On rank 0 read samples until each timestep was seen. Raises: Refusal, Fault, OSError."""
         super().open()
-        missing: set[int | None] = set(range(schedule.TIMESTEPS)) if self.rank == 0 and self.count else set()
+        if self.rank or not self.count:
+            return
+        missing = set(range(schedule.TIMESTEPS))
         for sample in map(int, rng.order(0, 0, self.count)):  # a set may be sorted by its timesteps
+            missing -= {self._read(sample, self.buffers[0].views[0]).timestep}
             if not missing:
-                break
-            missing.discard(self._read(sample, self.buffers[0].views[0]).timestep)
-        if missing:
-            raise Refusal(
-                f"data.val={self.cfg.data.val} has no sample of the timesteps {missing}; validation needs each of 0 to"
-                f" {schedule.TIMESTEPS - 1}; give another set, or --data.val= for a run without validation"
-            )
+                return
+        raise Refusal(
+            f"data.val={self.cfg.data.val} has no sample of the timesteps {missing}; validation needs each of 0 to"
+            f" {schedule.TIMESTEPS - 1}; give another set, or --data.val= for a run without validation"
+        )
 
     @property
     def batches(self) -> int:

@@ -194,18 +194,12 @@ def changed(runner: StepRunner) -> Iterator[list[Tensor]]:
     fresh net are 0 and hide the block. Gives copies of the block's weight shards on the host.
     """
     opt = runner.state.opt
-    biases = [shard for name, shard in zip(opt.names, opt.shards) if name.endswith((".lin.bias", ".linear.bias"))]
-    olds = [bias.clone() for bias in biases]
-    noises = [batch["noise"] for batch in (runner.train_batch, runner.val_batch)]
-    for bias in biases:
-        bias.add_(1)
-    for noise in noises:
-        noise.neg_()
+    tensors = [shard for name, shard in zip(opt.names, opt.shards) if name.endswith((".lin.bias", ".linear.bias"))]
+    tensors += [runner.train_batch["noise"], runner.val_batch["noise"]]
+    olds = [tensor.clone() for tensor in tensors]
+    torch._foreach_add_(tensors, 1)
     yield [shard.to("cpu", copy=True) for shard in opt.shards]
-    for noise in noises:
-        noise.neg_()
-    for bias, old in zip(biases, olds):
-        bias.copy_(old)
+    torch._foreach_copy_(tensors, olds)
 
 
 def measured(runner: StepRunner, weights: list[Tensor]) -> Figures:

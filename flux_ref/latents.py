@@ -1,6 +1,7 @@
 """Between the autoencoder's latent image and the transformer's tokens."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # B batch  C latent channels (16)  Y, X latent rows and columns (32)
@@ -31,19 +32,15 @@ def pack(latent_BCYX: Tensor) -> Tensor:
     port: tokens run row by row. Features are ordered (C, dy, dx). Y and X are even.
     Source: BFL flux, sampling.prepare. Released weights depend on this order.
     """
-    B, C, Y, X = latent_BCYX.shape
-    patches = latent_BCYX.reshape(B, C, Y // 2, 2, X // 2, 2)
-    return patches.permute(0, 2, 4, 1, 3, 5).reshape(B, Y * X // 4, C * 4)
+    return F.pixel_unshuffle(latent_BCYX, 2).flatten(2).mT.contiguous()
 
 
 def unpack(packed_BNP: Tensor, height: int, width: int) -> Tensor:
     """The inverse of pack for a latent of height x width: (B, N, P) -> (B, P/4, height, width)."""
-    B, _, P = packed_BNP.shape
-    patches = packed_BNP.reshape(B, height // 2, width // 2, P // 4, 2, 2)
-    return patches.permute(0, 3, 1, 4, 2, 5).reshape(B, P // 4, height, width)
+    patches = packed_BNP.mT.unflatten(2, (height // 2, width // 2))
+    return F.pixel_shuffle(patches, 2).contiguous()
 
 
 def image_positions(height: int, width: int) -> Tensor:
     """Position (0, row, column) of each image token, (N, 3) float64. All text tokens have position (0, 0, 0)."""
-    rows, columns = torch.meshgrid(torch.arange(height // 2), torch.arange(width // 2), indexing="ij")
-    return torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).reshape(-1, 3).double()
+    return torch.cartesian_prod(torch.arange(1), torch.arange(height // 2), torch.arange(width // 2)).double()

@@ -36,7 +36,7 @@ def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
     image = Image.new("RGB", (900, 520), "white")
     pen = ImageDraw.Draw(image)
     pen.font = ImageFont.load_default(size=15)
-    most = max([samples for samples, _ in (*train, *val)], default=0) or 1
+    most = max([1, *(samples for samples, _ in (*train, *val))])
     low, high = span([train, val], target)
 
     def place(samples: float, loss: float) -> tuple[float, float]:

@@ -20,7 +20,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flux_ref.config import ParallelConfig
@@ -34,6 +33,19 @@ HIDING = ("", "-1", "NoDevFiles")  # values of these that hide all GPUs; Slurm s
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # What srun and mpirun tell of the processes that they start; in a batch script SLURM_NTASKS says nothing of this one.
 STARTED = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+ENVIRONMENT = {  # defaults of libraries' settings
+    # ROCm: more queues than computing and communication need slow both.
+    "GPU_MAX_HW_QUEUES": "2",
+    # Some versions of RCCL refuse to start without it.
+    "HSA_NO_SCRATCH_RECLAIM": "1",
+    # torch 2.15 would take its new backend nccl2. Captures were written for the older one.
+    "TORCH_DIST_USE_NCCL2": "0",
+    # NCCL's monitor would take a pause for a hang, as its clock goes on. alive.Alive tells one from the other.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # With expandable segments, graph buffers that NCCL registers get wrong addresses: github.com/pytorch/pytorch 158029
+    # Over several nodes, small and large registered collectives can stall: github.com/NVIDIA/nccl, issue 2389.
+    "NCCL_GRAPH_REGISTER": "0",
+}
 PATIENCE = timedelta(days=30)  # of a collective: its clock goes on in a pause. alive.Alive ends what hangs
 
 
@@ -53,7 +65,7 @@ class World:
     @property
     def replicas(self) -> int:
         """Full copies of the model over all ranks."""
-        return self.mesh.size(0) if self.mesh.ndim == 2 else 1
+        return self.size // self.mesh.size(-1)
 
     @property
     def pin(self) -> bool:
@@ -76,25 +88,17 @@ def start(cfg: ParallelConfig, one_thread: bool = False) -> World:
     if several and is_alone:
         raise Refusal(f"RANK is not set, but {several[0]}: each process would train alone; start them with torchrun")
     rank, size, local_rank = (0, 1, 0) if is_alone else (int(os.environ[name]) for name in TORCHRUN[:3])
-    if torch.version.hip:  # before HIP starts
-        os.environ.setdefault("GPU_MAX_HW_QUEUES", "2")  # more queues than computing and communication need slow both
-        os.environ.setdefault("HSA_NO_SCRATCH_RECLAIM", "1")  # some versions of RCCL refuse to start without it
+    for name, value in ENVIRONMENT.items():  # before a device is looked for
+        os.environ.setdefault(name, value)
     device = _device(local_rank)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError):  # macOS has limits of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Gloo opens two files for each rank; 1024 is usual
     if one_thread and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    # torch 2.15 would take its new backend nccl2. Captures were written for the older one.
-    os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
-    # NCCL's monitor would take a pause for a hang, as its clock goes on. alive.Alive tells one from the other.
-    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    # With expandable segments, graph buffers that NCCL registers get wrong addresses: github.com/pytorch/pytorch 158029
-    # Over several nodes, small and large registered collectives can stall: github.com/NVIDIA/nccl, issue 2389.
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     try:
         job = dist.HashStore() if is_alone else _job_store(rank, size)
-        store = job if is_alone else _fresh_store(job, rank, size)
+        store = _fresh_store(job, rank, size)
         dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
@@ -250,13 +254,6 @@ def require_same(config: str) -> None:
     for rank, text in enumerate(texts):
         if own := set(text.split("\n")) - set(texts[0].split("\n")):
             raise Refusal(f"config differs between ranks: unlike rank 0, rank {rank} has {min(own)}")
-
-
-def gather(tensor: Tensor) -> list:
-    """The tensor of every rank, on the host. Collective. sync: the host waits for the device."""
-    parts = tensor.new_empty(dist.get_world_size(), *tensor.shape)
-    dist.all_gather(list(parts), tensor)
-    return parts.tolist()
 
 
 def host_group(name: str) -> dist.ProcessGroup:

@@ -155,7 +155,7 @@ class Reporter:
         Raises: Fault, as `require_healthy` does.
         """
         self.require_healthy(runner.health)
-        losses = ranks.gather(runner.loss)
+        losses = ranks.gather_objects(runner.loss.tolist())
         state = runner.state
         now_s = time.perf_counter()
         seconds = now_s - self.since_s
@@ -180,7 +180,7 @@ class Reporter:
 
         sync: the host waits for the device.
         """
-        require_finite(ranks.gather(health.first_bad), attention_kernel(self.cfg, self.world.device))
+        require_finite(ranks.gather_objects(health.first_bad.tolist()), attention_kernel(self.cfg, self.world.device))
 
     def evaluation(self, samples: int, result: Validation, seconds: float) -> None:
         """Record and print the result of an evaluation that took so many seconds."""

@@ -36,13 +36,6 @@ def saves(samples: int, cfg: Config) -> bool:
     return due(samples, every, cfg.train.global_batch) if every else evaluates(samples, cfg)
 
 
-def saves_after(step: int, cfg: Config) -> int:
-    """How many checkpoints a run saves after a step, up to train.max_samples."""
-    batch = cfg.train.global_batch
-    every = cfg.checkpoint.every_samples or (cfg.eval.every_samples if cfg.data.val else cfg.train.max_samples)
-    return ceil((steps_for(cfg.train.max_samples, batch) - step) / steps_for(every, batch))
-
-
 def logs(samples: int, cfg: Config) -> bool:
     """Whether the training step that ended at `samples` has a record: at intervals, before evaluations, the last."""
     is_due = due(samples, cfg.train.log_every_samples, cfg.train.global_batch)

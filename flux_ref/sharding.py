@@ -9,12 +9,9 @@ A port replaces this file. Parameters keep Black Forest Labs' names whatever the
 
 import math
 import os
-import secrets
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -27,6 +24,7 @@ from flux_ref import model, ranks, rng
 from flux_ref.arithmetic import DTYPES, Arithmetic, Options, arithmetic_of
 from flux_ref.attention import allow_attention, attention_kernel
 from flux_ref.config import Config, ParallelConfig
+from flux_ref.errors import Refusal
 from flux_ref.model import Flux
 from flux_ref.ranks import World
 
@@ -47,15 +45,13 @@ class Region(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Run the blocks. inputs: as of a block. Returns what the last block returns."""
-        *first, vec_BD, rope_SR2 = inputs
-        streams: tuple[Tensor, ...] = tuple(first)
+        *streams, vec_BD, rope_SR2 = inputs
         for block in self.blocks:
-            inputs = (*streams, vec_BD, rope_SR2)
             if self.recompute == "block":  # no random numbers are drawn, so no state of a generator is kept
-                out = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+                out = checkpoint(block, *streams, vec_BD, rope_SR2, use_reentrant=False, preserve_rng_state=False)
             else:
-                out = block(*inputs)
-            streams = out if isinstance(out, tuple) else (out,)
+                out = block(*streams, vec_BD, rope_SR2)
+            streams = [*out] if isinstance(out, tuple) else [out]
         return out
 
 
@@ -71,6 +67,11 @@ def regions(blocks: nn.ModuleList, cfg: ParallelConfig) -> nn.ModuleList:
     """The blocks in regions of cfg.region_blocks blocks each; the last region may be shorter."""
     starts = range(0, len(blocks), cfg.region_blocks)
     return nn.ModuleList(Region(list(blocks[start : start + cfg.region_blocks]), cfg.recompute) for start in starts)
+
+
+def freed(cfg: ParallelConfig, regions: int) -> int:
+    """How many of the first regions FSDP2 frees after forward and gathers again for backward."""
+    return max(0, regions - cfg.kept_regions) if cfg.kept_regions >= 0 else 0
 
 
 def named_parameters(net: ShardedFlux) -> dict[str, DTensor]:
@@ -121,13 +122,13 @@ def shard(plain: Flux, cfg: Config, world: World, arithmetic: Arithmetic) -> Sha
         reduce_dtype=DTYPES[parallel.reduce_dtype],
         cast_forward_inputs=False,  # numerics: True would round t and RoPE to parallel.dtype
     )
-    freed = 0 if parallel.kept_regions < 0 else max(0, len(units) - parallel.kept_regions)
+    first_kept = freed(parallel, len(units))
     for i, unit in enumerate(units):
-        fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=i < freed)
+        fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=i < first_kept)
     net = cast(ShardedFlux, fully_shard(plain, mesh=world.mesh, mp_policy=mixed_precision))
     net.names = names
     net.arithmetic = arithmetic
-    net.kept = [*units[freed:], net]
+    net.kept = [*units[first_kept:], net]
     # torch 2.14 and later warn that operations in place on a unit's result would be lost. The objective has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if REDUCTIONS > 1:
@@ -144,13 +145,11 @@ def fill_from_seed(net: ShardedFlux, seed: int) -> None:
     """
     for name, parameter in named_parameters(net).items():
         first, local = local_rows(parameter)
-        flat = local.view(-1)
         start = first * math.prod(parameter.shape[1:])
         kind, width = model.start_of(name, tuple(parameter.shape))
-        for begin in range(0, flat.numel(), PIECE):
-            count = min(PIECE, flat.numel() - begin)
-            values = rng.start_values(seed, name, kind, width, start + begin, count)
-            flat[begin : begin + count] = torch.from_numpy(values).to(flat.device)
+        for piece in local.view(-1).split(PIECE):
+            piece.copy_(torch.from_numpy(rng.start_values(seed, name, kind, width, start, len(piece))))
+            start += len(piece)
 
 
 def local_rows(parameter: DTensor) -> tuple[int, Tensor]:
@@ -170,52 +169,44 @@ def reshard(net: nn.Module) -> None:
 # Compiling
 
 
-def choose_compiler_folder(cfg: Config, world: World, stack: ExitStack) -> None:
-    """With parallel.compile, give torch's compiler a folder of this start, for all ranks of a node. Collective.
+def choose_compiler_folder(cfg: Config, world: World) -> None:
+    """With parallel.compile, let torch's compiler keep its code in a folder of this user, for later starts. Collective.
 
-    By itself torch takes the pickles and the code that lie in /tmp/torchinductor_USER; another user may have made it.
-    The own folder is removed when the stack ends; TORCHINDUCTOR_CACHE_DIR=DIR keeps the code in DIR for later starts.
-    Call this before a net is built: torch then imports its compiler, which looks for the folder. Raises: Refusal.
+    By itself torch takes the pickles and the code in /tmp/torchinductor_USER; another user may have made that folder.
+    TORCHINDUCTOR_CACHE_DIR names another folder. Call this before a net is built: torch then imports its compiler,
+    which looks for the folder. Raises: Refusal if the folder belongs to another user.
     """
-    if not cfg.parallel.compile:
-        return
-    token = ranks.gather_objects(secrets.token_hex(8))[0]  # nobody can have made a folder of this name
-    own = f"{tempfile.gettempdir()}/flux_ref_compiled_{token}"
-    stack.callback(shutil.rmtree, own, ignore_errors=True)
-    with ranks.agreed():
-        os.makedirs(own, mode=0o700, exist_ok=True)
-    kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or own
-    # torch finds compiled code by the code of the net. That does not name the kernel of attention, so the folder does.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{kept}/{attention_kernel(cfg, world.device).replace(' ', '_')}"
-    # torch keeps some files below the temporary folder, whatever TORCHINDUCTOR_CACHE_DIR says.
-    os.environ["TMPDIR"] = own
-    tempfile.tempdir = own
-
-
-def options(device: torch.device, own: Options) -> Options:
-    """The compiler's options for regions. own: those of the arithmetic.
-
-    They save memory traffic of GPUs. On a CPU they were not faster, so it takes none.
-    An option that this torch does not know is left out; its old default then costs some memory traffic.
-    """
-    if device.type == "cpu":
-        return {}
-    wanted = {
-        "realize_reads_threshold": 8,  # RoPE's gradient is computed where it is used, not stored in fp32
-        "max_complex_pointwise_cat_inputs": 0,  # a part of a joint tensor is written where the part is computed
-    }
-    known: Any = torch._inductor.config  # a module that torch fills as it is imported
-    return {name: value for name, value in (wanted | own).items() if name in known._config}
+    if cfg.parallel.compile:
+        host = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/flux_ref/{os.uname().nodename}_{torch.__version__}"
+        place = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or host).expanduser()
+        # torch finds compiled code by the code of the net. The code does not name the kernel of attention.
+        place /= attention_kernel(cfg, world.device)
+        with ranks.agreed():
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if place.stat().st_uid != os.geteuid():
+                raise Refusal(f"{place} belongs to another user, whose code would run; set TORCHINDUCTOR_CACHE_DIR")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(place)
 
 
 def compile_all(units: list[Region], cfg: Config, device: torch.device, own: Options) -> None:
-    """Mark every region to be compiled at its first call in each mode. own: as for `options`."""
+    """Mark every region to be compiled at its first call in each mode. own: the arithmetic's options of the compiler.
+
+    The options save memory traffic of GPUs. On a CPU they were not faster, so it takes none.
+    An option that this torch does not know is left out; its old default then costs some memory traffic.
+    """
+    wanted = {
+        "realize_reads_threshold": 8,  # RoPE's gradient is computed where it is used, not stored in fp32
+        "max_complex_pointwise_cat_inputs": 0,  # a part of a joint tensor is written where the part is computed
+        **own,
+    }
+    known: Any = torch._inductor.config  # a module that torch fills as it is imported
+    options = {name: value for name, value in wanted.items() if name in known._config and device.type != "cpu"}
     torch.compiler.set_stance("default")
     _set(torch._dynamo.config, "recompile_limit", RECOMPILE_LIMIT)
     for name, value in partitioning(cfg).items():
         _set(torch._functorch.config, name, value)
     for region in units:
-        region.compile(fullgraph=True, dynamic=False, options=options(device, own))
+        region.compile(fullgraph=True, dynamic=False, options=options)
 
 
 def partitioning(cfg: Config) -> dict[str, float]:

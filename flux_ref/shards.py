@@ -23,7 +23,7 @@ from functools import cache
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -293,11 +293,8 @@ def _add_member(file: BinaryIO, name: str, head: bytes, content: bytes | memoryv
 
 def _description(meta: Meta) -> bytes:
     """The json member, in one tar block."""
-    said: dict[str, Any] = {"key": meta.key}
-    if meta.timestep is not None:  # NVIDIA's reader takes no null
-        said["timestep"] = meta.timestep
-    if meta.caption:
-        said["caption"] = meta.caption[:BLOCK]
+    short = meta._replace(caption=meta.caption[:BLOCK])
+    said = {name: value for name, value in short._asdict().items() if value not in (None, "")}  # NVIDIA: no null
     while len(text := json.dumps(said, ensure_ascii=False).encode()) > BLOCK:
         said["caption"] = said["caption"][:-1]
     return text

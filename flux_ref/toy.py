@@ -127,7 +127,7 @@ BASIS = np.cos(np.pi * (np.arange(8) + 0.5) * np.arange(8)[:, None] / 8) * 0.5
 BASIS[0] *= 0.5**0.5
 # The 16 latent channels, (colour channel, row frequency, column frequency) of each: 8 of luma, 4 + 4 of chroma.
 LOW = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0), (1, 2), (2, 1)]
-KEPT = np.array([(0, *uv) for uv in LOW] + [(i, *uv) for i in (1, 2) for uv in LOW[:4]])
+CHANNEL, ROW, COLUMN = np.array([(0, *uv) for uv in LOW] + [(i, *uv) for i in (1, 2) for uv in LOW[:4]]).T
 # Luma and two colour differences, orthonormal.
 LUMA = np.array([[1, 1, 1], [1, 0, -1], [1, -2, 1]]) / np.sqrt([[3], [2], [6]])
 # With these, FLUX.1's latent scale (latents.SCALE) gives this set about zero mean and unit variance.
@@ -140,8 +140,7 @@ def encode(picture: np.ndarray) -> np.ndarray:
     _, height, width = picture.shape
     planes = (LUMA @ picture.reshape(3, -1)).reshape(3, height // 8, 8, width // 8, 8)
     frequencies = BASIS @ planes.transpose(0, 1, 3, 2, 4) @ BASIS.T
-    channel, row, column = KEPT.T
-    mean = frequencies[channel, :, :, row, column]
+    mean = frequencies[CHANNEL, :, :, ROW, COLUMN]
     mean[0] -= LUMA_CENTRE
     return (GAIN * mean).astype(np.float32)
 
@@ -150,8 +149,7 @@ def decode(mean: np.ndarray) -> np.ndarray:
     """Decode a (16, H/8, W/8) latent to a (3, H, W) picture in [-1, 1]; what encode dropped is lost."""
     _, rows, columns = mean.shape
     frequencies = np.zeros((3, rows, columns, 8, 8))
-    channel, row, column = KEPT.T
-    frequencies[channel, :, :, row, column] = mean / GAIN
+    frequencies[CHANNEL, :, :, ROW, COLUMN] = mean / GAIN
     frequencies[0, :, :, 0, 0] += LUMA_CENTRE
     planes = (BASIS.T @ frequencies @ BASIS).transpose(0, 1, 3, 2, 4).reshape(3, -1)
     return (LUMA.T @ planes).reshape(3, rows * 8, columns * 8).clip(-1, 1).astype(np.float32)

@@ -141,8 +141,7 @@ class Source:
         pieces = []
         row = 0  # of the parameter, with which the part begins
         for part in self.parts[name]:
-            low = min(max(first - row, 0), part.rows)
-            high = min(max(first + count - row, 0), part.rows)
+            low, high = (min(max(end - row, 0), part.rows) for end in (first, first + count))
             pieces.append(self.stored(part.name, part.first + low, high - low).float())
             row += part.rows
         values = torch.cat(pieces)

@@ -1,5 +1,6 @@
 """What the tests share: a micro model, a data set for it, and ways to start train.py and eval.py."""
 
+import atexit
 import contextlib
 import fcntl
 import importlib
@@ -28,6 +29,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 # Several threads may round a sum otherwise than the one thread of a rank under torchrun.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the compiled code of a session
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="flux_ref_tests_")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 pytest_plugins = ["gpu_marks"]
 ROOT = Path(__file__).parent.parent

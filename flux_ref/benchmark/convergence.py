@@ -46,11 +46,10 @@ def warning(cfg: Config, curve: Sequence[tuple[float, float]]) -> str:
     band = public_band(cfg.train.global_batch) if cfg.eval.band and is_benchmark(cfg) else []
     if len(curve) < 2 or not band:
         return ""
-    grid = [point.samples for point in band]
-    high = [point.high for point in band]
+    grid, _, _, high = zip(*band)
     for samples, loss in curve[-2:]:
-        most = np.interp(samples, grid, high)
-        if samples < grid[0] or loss <= (1 + MARGIN) * most:
+        most = np.interp(samples, grid, high, left=np.inf)
+        if loss <= (1 + MARGIN) * most:
             return ""
     return (
         f"warning: validation loss {loss:.4f}; public v5.1 runs of this batch had at most {most:.4f} here:"

@@ -16,42 +16,40 @@ from flux_ref.config import Config
 RESUMED = "resumed from step"  # how the disqualification of a run in several parts begins
 
 
-class LogFile(logging.Handler):
-    """Keeps lines until it is known where they go, then appends each to its file.
+class BenchmarkLog(logging.Handler):
+    """Writes result_0.txt. Keeps lines until `write_to` tells where they go, then appends each to the file.
 
-    error: the first OSError. mlperf-logging swallows what a handler raises, so train.py asks for the error.
+    failure: the first OSError. mlperf-logging swallows what a handler raises, so train.py asks for it: a log with a gap
+    must end the run.
     """
 
     path: Path | None = None
-    error: OSError | None = None
+    failure: OSError | None = None
     kept = ""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.kept += self.format(record) + "\n"
-        if self.path and not self.error:  # after a gap nothing follows
-            try:
-                files.append(self.path, self.kept)
-                self.kept = ""
-            except OSError as error:
-                self.error = error
-
-
-class BenchmarkLog:
-    """Writes result_0.txt, once `write_to` tells where it lies."""
-
     def __init__(self) -> None:
+        super().__init__()
         self.in_block = False
         self.loss_keys = [constants.EVAL_ACCURACY]
         self.flaws: list[str] = []  # why this is no benchmark result, in words
         self.rehearsal = ""  # why a run that breaks no rule still is no benchmark result: closed.REHEARSAL
         self.logger = logging.Logger("flux_ref", logging.INFO)  # one that no other log shares
-        self.file = LogFile()
-        self.logger.addHandler(self.file)
+        self.logger.addHandler(self)
         self.mllogger = mllog.MLLogger(logger=self.logger)
 
     def write_to(self, path: Path) -> None:
         """Write the lines so far with the next one, and from then on each line as it comes."""
-        self.file.path = path
+        self.path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by `logging` with each line."""
+        self.kept += self.format(record) + "\n"
+        if self.path and not self.failure:  # after a gap nothing follows
+            try:
+                files.append(self.path, self.kept)
+                self.kept = ""
+            except OSError as error:
+                self.failure = error
 
     def text(self, line: str) -> None:
         """Add a line of the run's output. spec: result files hold the whole framework log."""
@@ -83,11 +81,6 @@ class BenchmarkLog:
         if not self.in_block:
             self.in_block = True
             self.mllogger.start(constants.BLOCK_START, metadata={"samples_count": samples})
-
-    @property
-    def failure(self) -> OSError | None:
-        """Why a line was not written. A log with a gap must end the run."""
-        return self.file.error
 
     def eval_start(self, samples: int) -> None:
         """samples: training samples so far."""

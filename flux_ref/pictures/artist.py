@@ -37,8 +37,6 @@ class Artist:
         self.dtype = DTYPES[cfg.parallel.dtype]
         self.captions: list[str] = []
         self.encoded: list[Encoding] = []
-        self.empty: Encoding = []
-        self.originals: list[Tensor] = []
         self.autoencoder: Any = None
         with ranks.agreed():
             if world.rank == 0 and cfg.data.kind != "toy":

@@ -1,7 +1,7 @@
 """Pictures and captions of people: in folders, and in tars as img2dataset writes them.
 
-Each picture that is found is a sample, or is rejected with a reason; none vanishes. Only the decoders of FORMATS see a
-picture. No name in an archive leads out of it.
+Each picture that is found is a sample, or is rejected with a reason; none vanishes. Hidden names are not read. Only the
+decoders of FORMATS see a picture. No name in an archive leads out of it.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageCms, ImageOps
@@ -37,10 +36,8 @@ TARS = (".tar", ".tar.gz", ".tgz")
 LISTINGS = ("metadata.jsonl", "metadata.csv")  # as Hugging Face's imagefolder has them
 FILE_NAME = "file_name"  # a column: the path in the folder
 MIN_SIDE = 64  # pixels
-MAX_PIXELS = 89_478_485  # where Pillow begins to warn of decompression bombs
 MOST_BYTES = 2**28  # of a picture or a text
 SRGB = ImageCms.createProfile("sRGB")
-MARK = "\ufeff"  # of byte order; files that were joined have more than one
 SRGB_GAMMA = 1 / 2.2  # as a PNG's gAMA tells it
 Content = bytes | Path  # of a file: what it holds, or where it is
 
@@ -65,8 +62,6 @@ class Picture:
 
     def caption(self) -> str:
         """What the .txt or .caption says, or else the "caption" of the .json. Raises: Rejected."""
-        if isinstance(self.content, Path) and not os.path.isfile(self.content):
-            raise Rejected("no regular file")
         if self.rejected:
             raise Rejected(self.rejected)
         suffix = next((suffix for suffix in TEXTS if suffix in self.texts), ".json")
@@ -74,11 +69,10 @@ class Picture:
         try:
             caption = json.loads(text).get("caption") or "" if suffix == ".json" else decode(text)
             # JSON may hold NULs and halves of surrogate pairs, which are ValueErrors.
-            caption = decode(caption.encode()).replace(MARK, "").strip()
+            caption = decode(caption.encode()).strip()
         except (ValueError, AttributeError, RecursionError):
             raise Rejected("unreadable caption") from None
-        # Marks of byte order and joiners show nothing.
-        if not any(c.isprintable() and not c.isspace() for c in caption):
+        if not caption:
             raise Rejected("no caption")
         return caption
 
@@ -103,14 +97,9 @@ def pixels(content: bytes, height: int, width: int) -> Tensor:
     """The picture in a file as (3, height, width) uint8; the first frame of an animation. Raises: Rejected."""
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise Rejected("too many pixels")
             if min(image.size) < MIN_SIDE:
                 raise Rejected("too small")
             image.load()
-            is_deep = image.format == "PNG" and image.mode != "P" and content[24] != 8  # bits of a channel
-            if is_deep and "transparency" in image.info:  # Pillow compares such a colour with pixels of 8 bits
-                raise Rejected("a transparent colour of other than 8 bits")
             return cover(srgb(image), height, width)
     except Rejected:
         raise
@@ -142,7 +131,7 @@ def srgb(image: Image.Image) -> Image.Image:
 
 
 def cover(image: Image.Image, height: int, width: int) -> Tensor:
-    """Resized until it just covers height x width, then cut to its centre: (3, height, width) uint8. Raises: Rejected.
+    """Resized until it just covers height x width, then cut to its centre: (3, height, width) uint8.
 
     numerics: Pillow's own resize, in integers, gives the same pixels on every machine.
     """
@@ -150,8 +139,6 @@ def cover(image: Image.Image, height: int, width: int) -> Tensor:
     size = [height, columns * height // rows]
     if size[1] < width:
         size = [rows * width // columns, width]
-    if size[0] * size[1] > MAX_PIXELS:
-        raise Rejected("too long and narrow")
     image = transforms.resize(image, size, InterpolationMode.BICUBIC, antialias=True)
     return transforms.pil_to_tensor(transforms.center_crop(image, [height, width]))
 
@@ -159,33 +146,20 @@ def cover(image: Image.Image, height: int, width: int) -> Tensor:
 # Files of one key, in a folder or in a tar
 
 
-class File(NamedTuple):
-    """A file of a folder or a tar. rejected: why its content cannot be had."""
-
-    name: str
-    key: str  # files of one key belong together
-    suffix: str
-    content: Content = b""
-    rejected: str = ""
-
-
-def _grouped(files: list[File]) -> Iterator[Picture]:
-    """Each file of one key that is no text."""
-    last = {file.name: file for file in files}  # the later member of a name counts, as for tar
-    texts = {file.suffix: file.content for file in last.values() if file.suffix in TEXTS}
-    pictures = [file for file in last.values() if file.suffix in SUFFIXES]
-    for file in files:
-        name = file.name.lower()
-        if name.endswith(TEXTS):
+def _grouped(key: str, files: list[Picture]) -> Iterator[Picture]:
+    """Each file that is no text, of those whose names begin with one key."""
+    suffixes = [file.name.removeprefix(key).lower() for file in files]
+    texts = {suffix: file.content for suffix, file in zip(suffixes, files) if suffix in TEXTS}
+    count = sum(suffix in SUFFIXES for suffix in suffixes)
+    for suffix, file in zip(suffixes, files):
+        if suffix.endswith(TEXTS):
             continue
         reason = file.rejected
-        if not name.endswith(SUFFIXES):
+        if not suffix.endswith(SUFFIXES):
             reason = reason or "unsupported type"
-        elif file.suffix not in SUFFIXES:
+        elif suffix not in SUFFIXES:
             reason = "a dot in its name: webdataset ends a key at the first dot"
-        elif last[file.name] is not file:
-            reason = "a later member of the archive has its name"
-        elif len(pictures) > 1:  # which of them the caption describes is unknown
+        elif count > 1:  # which of them the caption describes is unknown
             reason = "several pictures for one caption"
         yield Picture(file.name, reason, file.content, texts)
 
@@ -210,18 +184,17 @@ def parts_of(root: Path, names: list[str], column: str, size: int) -> list[Part]
     names: as `find` gives them. column: that of the captions in metadata.jsonl or metadata.csv.
     """
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about pictures that are counted anyway
-    listings = [name for name in names if os.path.basename(name) in LISTINGS and os.path.isfile(root / name)]
+    listings = [name for name in names if os.path.basename(name) in LISTINGS]
     if len(listings) > 1:
         raise Refusal(f"{root} has {' and '.join(listings[:3])}; keep the one that describes the pictures")
     parts: list[Part] = []
-    groups: dict[str, list[File]] = defaultdict(list)
+    groups: dict[str, list[Picture]] = defaultdict(list)
     for name in names:
         if name.lower().endswith(TARS) and os.path.isfile(root / name):  # a pipe would wait for ever
             parts.append(partial(read_tar, root, name))
         elif name not in listings:
-            key, suffix = os.path.splitext(name)
-            groups[key].append(File(name, key, suffix.lower(), root / name))
-    found = list(itertools.chain.from_iterable(map(_grouped, groups.values())))
+            groups[os.path.splitext(name)[0]].append(Picture(name, content=root / name))
+    found = [picture for key, files in groups.items() for picture in _grouped(key, files)]
     if listings:
         found = _listed(root, listings[0], [picture.name for picture in found], column)
     for start in range(0, len(found), size):
@@ -234,9 +207,7 @@ def parts_of(root: Path, names: list[str], column: str, size: int) -> list[Part]
 
 def _listed(root: Path, listing: str, files: list[str], column: str) -> list[Picture]:
     """The rows of metadata.jsonl or metadata.csv, then the files that no row names. Raises: Refusal."""
-    alike = defaultdict(list)
-    for name in files:
-        alike[_plain(name)].append(name)
+    own = {_plain(name): name for name in files} | {name: name for name in files}
     rest = dict.fromkeys(files)
     found = []
     for number, row in enumerate(_rows(root / listing, column), 1):
@@ -244,16 +215,15 @@ def _listed(root: Path, listing: str, files: list[str], column: str) -> list[Pic
         if not isinstance(given, str):
             found.append(Picture(f"{listing}, row {number}", "unreadable row"))
             continue
-        name = os.path.normpath(os.path.join(os.path.dirname(listing), given))
-        names = alike[_plain(name)]
-        if name not in names and len(names) == 1:
-            name = names[0]
+        path = os.path.normpath(os.path.join(os.path.dirname(listing), given))
+        name = own.get(path) or own.get(_plain(path))
+        if not name:
+            found.append(Picture(path, "not in the folder"))
+            continue
         rest.pop(name, None)
-        reason = "not in the folder"
-        if name in names:
-            reason = "" if name.lower().endswith(SUFFIXES) else "unsupported type"
+        reason = "" if name.lower().endswith(SUFFIXES) else "unsupported type"
         caption: dict[str, Content] = {".json": json.dumps({"caption": row.get(column)}).encode()}
-        found.append(Picture(name, reason, root / name if name in names else b"", caption))
+        found.append(Picture(name, reason, root / name, caption))
     return found + [Picture(name, f"not in {listing}", root / name) for name in rest]
 
 
@@ -286,43 +256,34 @@ def _rows(path: Path, column: str) -> list[dict]:
 
 
 def read_tar(root: Path, tar: str) -> Iterator[Picture]:
-    """The pictures of an archive, named TAR/MEMBER, in webdataset's groups: consecutive members with one key."""
-    for _, files in itertools.groupby(_members(root, tar), key=lambda file: file.key):
-        yield from _grouped(list(files))
+    """The pictures of an archive, named TAR/MEMBER, in webdataset's groups: consecutive members with one key.
+
+    Hidden names are left out, as in folders: a Mac puts ._NAME before each file.
+    """
+    for key, files in itertools.groupby(_members(root, tar), key=lambda file: base_plus_ext(file.name)[0] or ""):
+        yield from _grouped(key, list(files))
 
 
-def _members(root: Path, tar: str) -> Iterator[File]:
-    """Each member that is no folder. The last one stands for damage, if there is any."""
-    key = ""
+def _members(root: Path, tar: str) -> Iterator[Picture]:
+    """Each file; pictures and texts with what they hold or link to. The last one stands for damage, if there is any."""
     try:
         with tarfile.open(root / tar) as archive:
             for member in archive:
-                if not member.isdir():
-                    file = _member(archive, member, tar, key)
-                    key = file.key
-                    yield file
+                if not member.isdir() and not os.path.basename(member.name).startswith("."):
+                    yield _member(archive, member, f"{tar}/{member.name}")
             archive.fileobj.seek(archive.offset)
             end = archive.fileobj.read(2**20)
             if not end or any(end) or archive.fileobj.read(1):  # tarfile stops there without a word
                 raise tarfile.ReadError
     except Exception:  # tarfile and its decompressors raise a dozen kinds
-        yield File(tar, "", "", rejected="damaged archive: it has no end, or does not end there")
+        yield Picture(tar, "damaged archive: it has no end, or does not end there")
 
 
-def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, tar: str, before: str) -> File:
-    """A picture or text with what it holds or links to; another file without.
-
-    before: the last member's key, which one without a key has, too. A Mac puts ._NAME before each file.
-    """
-    base, extension = base_plus_ext(member.name)
-    place = (f"{tar}/{member.name}", base or before, f".{extension or ''}".lower())
-    if not member.name.lower().endswith(SUFFIXES + TEXTS):
-        return File(*place)
+def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, name: str) -> Picture:
+    if not name.lower().endswith(SUFFIXES + TEXTS):
+        return Picture(name)
     try:
         file = archive.extractfile(member)
     except (KeyError, RecursionError):
-        return File(*place, rejected="a link to nothing in its archive")
-    content = file.read(MOST_BYTES + 1) if file else b""
-    if not file or len(content) > MOST_BYTES:
-        return File(*place, rejected="unreadable file")
-    return File(*place, content)
+        file = None
+    return Picture(name, content=file.read()) if file else Picture(name, "a link to nothing in its archive")

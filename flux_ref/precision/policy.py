@@ -14,8 +14,6 @@ products is a sum over one dimension of its left and its right side:
     grad_weight  gradient, turned (N, M)  x input, turned (K, M)    over M
 """
 
-import itertools
-import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cache
@@ -52,8 +50,6 @@ PRESETS = {
         "last.* *: bf16 x bf16",
     ),
 }
-DELAYED = [rule.partition(": ")[2] for rule in PRESETS["fp8_delayed"]]  # its sides, by product
-RULE = re.compile(r"(\S+ \S+): (\S+) x (\S+)")
 NARROW = ("nvfp4", "mxfp4", "mxfp6")  # formats below FP8, narrowest first; sides are named after them
 LAST = 0.15  # share of the blocks that "last" means; at least one
 MULTIPLE = 16  # kernels of FP8 need sizes that this number divides
@@ -84,33 +80,32 @@ def layers(model: ModelConfig) -> dict[str, Layer]:
     """The linears that a policy decides, by the names of their modules, in the order of forward."""
     D = model.hidden
     M = model.mlp_ratio * D
-    double = {}
-    for stream, tokens in (("img", model.image_tokens), ("txt", model.text_tokens)):
-        double[f"{stream}_attn.qkv"] = Layer(tokens, D, 3 * D)
-        double[f"{stream}_attn.proj"] = Layer(tokens, D, D)
-        double[f"{stream}_mlp.0"] = Layer(tokens, D, M)
-        double[f"{stream}_mlp.2"] = Layer(tokens, M, D)
+    found = {}
+    for i in range(model.double_blocks):
+        for stream, tokens in (("img", model.image_tokens), ("txt", model.text_tokens)):
+            name = f"double_blocks.{i}.{stream}"
+            found[f"{name}_attn.qkv"] = Layer(tokens, D, 3 * D)
+            found[f"{name}_attn.proj"] = Layer(tokens, D, D)
+            found[f"{name}_mlp.0"] = Layer(tokens, D, M)
+            found[f"{name}_mlp.2"] = Layer(tokens, M, D)
     tokens = model.image_tokens + model.text_tokens
-    single = {"linear1": Layer(tokens, D, 3 * D + M), "linear2": Layer(tokens, D + M, D)}
-    found: dict[str, Layer] = {}
-    for kind, count, block in (("double", model.double_blocks, double), ("single", model.single_blocks, single)):
-        for i in range(count):
-            found |= {f"{kind}_blocks.{i}.{name}": layer for name, layer in block.items()}
+    for i in range(model.single_blocks):
+        found[f"single_blocks.{i}.linear1"] = Layer(tokens, D, 3 * D + M)
+        found[f"single_blocks.{i}.linear2"] = Layer(tokens, D + M, D)
     return found
 
 
 def parse(text: str) -> tuple[str, Pair]:
     """(pattern of a layer and a product, sides) of a rule. Raises: Refusal."""
-    match = RULE.fullmatch(text)
-    if not match:
-        raise Refusal(f"precision.rules: {text!r} is no rule; write LAYER PRODUCT: LEFT x RIGHT, as * *: e4m3 x e4m3")
-    head, *sides = match.groups()
-    for name in sides:
+    head, _, sides = text.partition(": ")
+    left, _, right = sides.partition(" x ")
+    for name in (left, right):
         if name not in SIDES:
             known = ", ".join(side.name for side in BASES)
-            rule = f"give {PLAIN} or one of {known}, then perhaps +h16 or +h32, then perhaps +sr"
-            raise Refusal(f"precision.rules: {text!r} names the side {name}; {rule}")
-    left, right = sides
+            raise Refusal(
+                f"precision.rules: {text!r} names the side {name!r}; write LAYER PRODUCT: LEFT x RIGHT, as * *: e4m3 x"
+                f" e4m3; a side is {PLAIN} or one of {known}, then perhaps +h16 or +h32, then perhaps +sr"
+            )
     return head, (SIDES[left], SIDES[right])
 
 
@@ -138,29 +133,28 @@ def stages(cfg: Config) -> tuple[Stage, ...]:
         if found and not found[-1].first < first < end:
             rule = f"give samples after step {found[-1].first} and before {end}, the end by train.max_samples"
             raise Refusal(f"precision.switch: {preset!r} begins at step {first}; {rule}")
-        found.append(Stage(first, preset, decided(PRESETS[preset], () if found else own.rules, cfg.model)))
+        rules = () if found else own.rules
+        found.append(Stage(first, preset, decided((*PRESETS[preset], *rules), cfg.model)))
     return tuple(found)
 
 
-def decided(preset: Sequence[str], own: Sequence[str], model: ModelConfig) -> dict[str, Products]:
-    """What each product of each layer takes, by the layer's name.
-
-    preset, own: rules. Own ones come last. Raises: Refusal for an own rule that matches no product.
-    """
+def decided(rules: Sequence[str], model: ModelConfig) -> dict[str, Products]:
+    """What each product takes, by the layer's name. Raises: Refusal for a rule that matches no product."""
     known = layers(model)
     blocks = list(dict.fromkeys(".".join(name.split(".")[:2]) + "." for name in known))
     last = tuple(blocks[-max(1, round(LAST * len(blocks))) :])
     called = {name: name for name in known}  # layers by what rules call them
     called |= {f"last.{name}": name for name in known if name.startswith(last)}
     pairs: dict[str, Products] = {name: dict.fromkeys(PRODUCTS, (None, None)) for name in known}
-    for text in (*preset, *own):
+    for text in rules:
         head, pair = parse(text)
         is_idle = True
-        for alias, product in itertools.product(called, PRODUCTS):
-            if fnmatchcase(f"{alias} {product}", head):
-                pairs[called[alias]][product] = pair
-                is_idle = False
-        if is_idle and text in own:
+        for alias, name in called.items():
+            for product in PRODUCTS:
+                if fnmatchcase(f"{alias} {product}", head):
+                    pairs[name][product] = pair
+                    is_idle = False
+        if is_idle:
             example = f"{next(iter(known))} {PRODUCTS[0]}"
             raise Refusal(f"precision.rules: {text!r} matches no product of this model; one is {example}")
     return pairs
@@ -178,7 +172,7 @@ def require_rows(cfg: Config, rows: int) -> None:
 
 def _require_possible(name: str, layer: Layer, products: Products, rows: int) -> None:
     """Raises: Refusal, naming the product, the side and the remedy."""
-    is_delayed_preset = [format_pair(pair) for pair in products.values()] == DELAYED
+    delayed = [parse(rule)[1] for rule in PRESETS["fp8_delayed"]]
     for product, pair in products.items():
         *heights, summed = layer.sizes(rows)[product]
         what, key = ("tokens of a micro-batch", TOKENS) if product == "grad_weight" else ("features", "model.hidden")
@@ -195,7 +189,7 @@ def _require_possible(name: str, layer: Layer, products: Products, rows: int) ->
                 reason = f"has blocks of {block} rows, which do not divide {height} rows; take the 1-D side"
             elif len(transforms) > 1:
                 reason = "needs the same Hadamard transform on both sides; give both +h16, both +h32, or none"
-            elif side.delayed and not is_delayed_preset:
+            elif side.delayed and [*products.values()] != delayed:
                 reason = "needs a layer with the products of the preset fp8_delayed; take e4m3 or e5m2"
             if reason:
                 given = f"{name} {product}: {format_pair(pair)}"

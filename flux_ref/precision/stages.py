@@ -51,7 +51,6 @@ class Precision(Arithmetic):
         self.phases = tuple(self.ways)
         self.remembering = policy.layers_with_delayed_scales(cfg)
         self.compiler = {"max_pointwise_cat_inputs": 0}  # transposed codes are written where they belong
-        self.chosen = -1
 
     def require(self, rows: int) -> None:
         policy.require_rows(self.cfg, rows)
@@ -69,35 +68,24 @@ class Precision(Arithmetic):
         """Take the converted linears of a net and give them what training needs."""
         self.linears = [module for module in net.modules() if isinstance(module, PolicyLinear)]
         self.owners = [one for one in self.linears if one.layer in self.remembering]
-        self._give_draws(device)
-        self.amaxes = []
-        self.scales = []
-        largest = []
-        for one in self.owners:
-            for dtype in (one.support.forward, one.support.gradient):
-                self.amaxes.append(torch.zeros((), device=device))
-                self.scales.append((torch.ones((), device=device), torch.ones((), device=device)))
-                largest.append(torch.finfo(dtype).max)
-        self.largest = torch.tensor(largest, device=device)
-        self.history = torch.zeros(len(largest), self.cfg.precision.history, device=device)
-        self.reset()
-
-    def _give_draws(self, device: torch.device) -> None:
-        """Tell each linear what its chances depend on. `begin` and forward write the step and the sample in place."""
+        # What the chances of each linear depend on. `begin` and forward write the step and the sample in place.
         self.step, self.sample = torch.zeros(2, dtype=torch.int64, device=device).unbind()
         seed = torch.tensor(self.cfg.train.seed, device=device)
         names = list(policy.layers(self.cfg.model))
         for one in self.linears:
             number = torch.tensor(names.index(one.layer), device=device)
             one.draws = Draws(seed, self.step, self.sample, number)
+        kinds = [kind for one in self.owners for kind in (one.support.forward, one.support.gradient)]
+        self.amaxes = [torch.zeros((), device=device) for _ in kinds]
+        self.scales = [(torch.ones((), device=device), torch.ones((), device=device)) for _ in kinds]
+        self.largest = torch.tensor([torch.finfo(kind).max for kind in kinds], device=device)
+        self.history = torch.zeros(len(kinds), self.cfg.precision.history, device=device)
+        self.reset()
 
     def begin(self, step: int) -> None:
         """Works on the host, but for one number that it writes to the device."""
         self.step.fill_(step)
-        if (phase := self.phase(step)) == self.chosen:
-            return
-        self.chosen = phase
-        stage, is_filled = self.ways[phase]
+        stage, is_filled = self.ways[self.phase(step)]
         for one in self.linears:
             one.take(stage.pairs[one.layer])
         memories = [Remembered(amax, scales if is_filled else None) for amax, scales in zip(self.amaxes, self.scales)]
@@ -144,7 +132,6 @@ class Precision(Arithmetic):
             tensor.zero_()
         self.set_scales()
         self.rows = 0  # of this step, so far
-        self.chosen = -1  # phase: the next `begin` chooses
         self.begin(0)
 
     def describe(self, rows: int, device: torch.device) -> list[str]:
@@ -154,18 +141,13 @@ class Precision(Arithmetic):
         arch = fp8.architecture(device) if own.native else ""
         for stage in self.stages:
             lines.append(f"  from {stage.first * self.cfg.train.global_batch:,} samples on: {stage.preset}")
-            counts: Counter[str] = Counter()
+            counts = Counter[str]()
             for name, layer in policy.layers(self.cfg.model).items():
                 products = stage.pairs[name]
                 for product, pair in products.items():
                     text = f"{product}: {format_pair(pair)}"
                     if way(products) == "blocks" and any(pair):
-                        found = kernel(arch, pair, layer.sizes(rows)[product])
-                        text += f" ({found or 'emulated'})"
+                        text += f" ({kernel(arch, pair, layer.sizes(rows)[product]) or 'emulated'})"
                     counts[text] += 1
-            for text, count in counts.items():
-                lines.append(f"    {count:>4} {text}")
+            lines += [f"    {count:>4} {text}" for text, count in counts.items()]
         return lines
-
-    def switched(self, step: int) -> str:
-        return self.switches.get(step, "")

@@ -63,7 +63,7 @@ def steps(state: State, cfg: Config, world: World, count: int = STEPS, norms: li
         loss, norm = train_step(state.net, state.opt, batch, health, cfg)
         if norms is not None:
             norms.append(float(norm))
-        losses.append(sum(values[0] for values in ranks.gather(loss.reshape(1))) / world.size)
+        losses.append(sum(ranks.gather_objects(loss.tolist())) / world.size)
         state.advance(ROWS)
     return losses
 

@@ -118,8 +118,8 @@ def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
             loss, norm = train_step(state.net, state.opt, batch, health, cfg)
         gathers.append(calls.count)
         state.advance(cfg.train.global_batch)
-        losses.append(sum(ranks.gather(loss.double())) / world.size)
-        norms.append(ranks.gather(norm.double()))
+        losses.append(sum(ranks.gather_objects(loss.tolist())) / world.size)
+        norms.append(ranks.gather_objects(norm.tolist()))
         if disturbed:
             validation_loss(steps, val_set, state.samples)
     feed.close()

@@ -347,7 +347,7 @@ def test_command_refuses():
         ([*schnell, "--precision.preset=fp8"], "needs FP8 matrix units"),
         ([*schnell, "--precision.preset=mxfp8"], "a plan knows the rates of bf16, fp8"),
     ]
-    told = [(words, refusal(commands.run, args)) for args, words in cases]
+    told = [(words, refusal(commands.main, args)) for args, words in cases]
     assert [(words, message) for words, message in told if words not in message] == []
 
 

@@ -65,13 +65,13 @@ BF16 = {
 
 def test_presets_have_the_published_sides_and_numbers_of_linears():
     for preset, want in PUBLISHED.items():
-        pairs = policy.decided(policy.PRESETS[preset], (), SCHNELL)
+        pairs = policy.decided(policy.PRESETS[preset], SCHNELL)
         items = (item for products in pairs.values() for item in products.items())
         assert Counter(f"{product}: {format_pair(pair)}" for product, pair in items) == want, preset
         plain = [name for name, products in pairs.items() if products["forward"] == (None, None)]
         assert all(fnmatchcase(name, BF16.get(preset, "*")) for name in plain), preset
     assert PUBLISHED.keys() == policy.PRESETS.keys()
-    small = policy.decided(policy.PRESETS["nvfp4"], (), TINY.model)  # "last" is one block at least
+    small = policy.decided(policy.PRESETS["nvfp4"], TINY.model)  # "last" is one block at least
     plain = {layer for layer, products in small.items() if way(products) == "plain"}
     assert plain == {f"single_blocks.{TINY.model.single_blocks - 1}.linear{i}" for i in (1, 2)}
     left, right = small["double_blocks.0.txt_attn.qkv"]["grad_weight"]
@@ -79,12 +79,12 @@ def test_presets_have_the_published_sides_and_numbers_of_linears():
 
 
 REFUSED = {  # rules alone
-    "all in fp8": "is no rule; write LAYER PRODUCT: LEFT x RIGHT",
+    "all in fp8": "names the side ''; write LAYER PRODUCT: LEFT x RIGHT",
     "* backward: e4m3 x e4m3": "matches no product of this model; one is double_blocks.0.img_attn.qkv forward",
     "double_blocks.7.* *: e4m3 x e4m3": "matches no product",
-    "* *: e4m4 x e4m3": "names the side e4m4; give bf16 or one of e4m3",
-    "* *: e4m3 x bf16+sr": "names the side bf16+sr",
-    "* *: e4m3 x e4m3+h8": "names the side e4m3+h8",
+    "* *: e4m4 x e4m3": "names the side 'e4m4'; write LAYER PRODUCT: LEFT x RIGHT, as * *: e4m3 x e4m3",
+    "* *: e4m3 x bf16+sr": "names the side 'bf16+sr'",
+    "* *: e4m3 x e4m3+h8": "names the side 'e4m3+h8'",
     "* grad_input: mxfp4_2d x bf16": "mxfp4_2d has blocks of 32 rows, which do not divide 300 rows; take the 1-D side",
     "* forward: e4m3_delayed x e4m3": "e4m3_delayed needs a layer with the products of the preset",
     "* grad_input: e5m2_delayed x mxfp8": "e5m2_delayed needs a layer",

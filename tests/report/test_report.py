@@ -15,7 +15,7 @@ from conftest import MICRO
 from mlperf_logging.rcp_checker import rcp_checker
 from mlperf_logging.result_summarizer.result_summarizer import _compute_strong_score_standalone
 
-from flux_ref import config_file
+from flux_ref import config_file, errors
 from flux_ref.benchmark import convergence
 from flux_ref.benchmark.mllog import RESUMED
 from flux_ref.config import MllogConfig
@@ -218,7 +218,7 @@ def test_refusals(capsys, tmp_path, results, monkeypatch):
     for args, says in cases:
         if "matplotlib" in says:
             monkeypatch.setitem(sys.modules, "matplotlib", None)
-        code = report.main(["--out=out", *map(str, args)])
+        code = errors.run("report", report.main, ["--out=out", *map(str, args)])
         error = capsys.readouterr().err
         assert code == 2 and says in error and error.count("\n") == 1, (says, error)
         assert not [*tmp_path.glob("*/report.html")], says

@@ -3,11 +3,9 @@
 import os
 import stat
 import subprocess
-import tempfile
-from contextlib import ExitStack
-from pathlib import Path
 
-from conftest import own_settings
+import torch
+from conftest import own_settings, refusal
 
 from flux_ref import config, ranks
 from flux_ref.report import commit
@@ -39,17 +37,17 @@ def test_the_commit_is_told_without_writing_to_the_repository(tmp_path):
         (tmp_path / "new.py").write_text("not in the repository")
 
 
-def test_a_start_has_a_compiler_folder_of_its_own_which_ends_with_it(tmp_path: Path, monkeypatch):
+def test_compiled_code_is_kept_in_a_folder_of_the_user_and_of_nobody_else(tmp_path, monkeypatch):
     world = ranks.start(config.ParallelConfig())
-    for given in ("", "/mine"):
+    host = f"flux_ref/{os.uname().nodename}_{torch.__version__}"
+    for home, given, want in (("", "", f".cache/{host}"), ("cache", "", f"cache/{host}"), ("cache", "mine", "mine")):
         with own_settings():
-            monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given)
-            with ExitStack() as stack:
-                choose_compiler_folder(COMPILED, world, stack)
-                (own,) = tmp_path.iterdir()
-                assert (stat.S_IMODE(own.stat().st_mode), own.stat().st_uid) == (0o700, os.geteuid())
-                assert os.environ["TMPDIR"] == tempfile.gettempdir() == str(own)
-                assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{given or own}/chosen_by_torch"
-            assert list(tmp_path.iterdir()) == []
+            monkeypatch.setenv("HOME", str(tmp_path))
+            monkeypatch.setenv("XDG_CACHE_HOME", home and str(tmp_path / home))
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given and str(tmp_path / given))
+            choose_compiler_folder(COMPILED, world)
+            own = tmp_path / want / "chosen by torch"
+            assert stat.S_IMODE(own.stat().st_mode) == 0o700 and os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(own)
+    monkeypatch.setattr(os, "geteuid", lambda: -1)
+    assert "belongs to another user" in refusal(choose_compiler_folder, COMPILED, world)
     ranks.stop()

@@ -105,7 +105,7 @@ def write(folder: Path) -> None:
     print(f"{folder}: {len(entries)} values")
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Returns the exit code. Raises: Refusal."""
     parser = Options("python -m tools.golden.record", __doc__)
     parser.add_argument("--write", action="store_true", help="write the files anew")
@@ -117,9 +117,5 @@ def run(argv: list[str]) -> int:
     return int(any(report(golden, recorded)))
 
 
-def main(argv: list[str]) -> int:
-    return errors.run("golden", run, argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(errors.run("golden", main, sys.argv[1:]))

@@ -1,5 +1,6 @@
 import sys
 
+from flux_ref import errors
 from tools.plan.commands import main
 
-sys.exit(main(sys.argv[1:]))
+sys.exit(errors.run("plan", main, sys.argv[1:]))

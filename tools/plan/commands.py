@@ -11,7 +11,7 @@ Exit codes: 0 done, 1 the config does not fit the card, 2 refused.
 
 import textwrap
 
-from flux_ref import config_file, errors, shards
+from flux_ref import config_file, shards
 from flux_ref.benchmark.closed import TRAIN_SAMPLES
 from flux_ref.config import EvalConfig
 from flux_ref.errors import Options, Refusal, between
@@ -28,7 +28,7 @@ COLUMNS = 80
 SHOWN = 3  # layouts
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Raises: Refusal."""
     parser = Options("python -m tools.plan", __doc__)
     add = parser.add_argument
@@ -117,7 +117,3 @@ def time(one: Plan, price: float) -> list[str]:
         f"shares of the card's peaks: {assumed.gemm_share:g} of arithmetic, {assumed.memory_share:g} of bandwidth; "
         f"{assumed.source}; times may be off by a factor of {off:g}",
     ]
-
-
-def main(argv: list[str]) -> int:
-    return errors.run("plan", run, argv)

@@ -11,9 +11,9 @@ from flux_ref.config import Config
 from flux_ref.data import fields
 from flux_ref.model import parameter_table
 from flux_ref.optim import state_kinds
-from flux_ref.sharding import REDUCTIONS
+from flux_ref.sharding import REDUCTIONS, freed
 from tools.plan.footprint import Footprint
-from tools.shared.communication import ITEM_BYTES, ROOT, Layout, Unit, freed
+from tools.shared.communication import ITEM_BYTES, ROOT, Layout, Unit
 
 MASTER = 4  # bytes of a weight, of a moment and of a gradient on shards
 PARTS = ("weights", "moments", "gradients", "gathered weights", "activations", "working set", "buffers")

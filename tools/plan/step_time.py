@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 from flux_ref.config import Config
+from flux_ref.sharding import freed
 from tools.plan.footprint import Footprint, Pass
 from tools.plan.hardware import Assumed, Gpu
 from tools.plan.memory import checkpoint_bytes
-from tools.shared.communication import ITEM_BYTES, Layout, Unit, freed
+from tools.shared.communication import ITEM_BYTES, Layout, Unit
 
 MICRO = 1e-6
 

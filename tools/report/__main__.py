@@ -23,10 +23,7 @@ INVALID = 1  # exit code
 
 
 def main(argv: list[str]) -> int:
-    return errors.run("report", run, argv)
-
-
-def run(argv: list[str]) -> int:
+    """Raises: Refusal."""
     parser = Options("python -m tools.report", "Score and compare MLPerf Training logs of FLUX.1.")
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="result files, run folders, or their trees")
     parser.add_argument("--ruleset", choices=KEYS["mllog.ruleset"].choices, default=MllogConfig.ruleset)
@@ -51,4 +48,4 @@ def run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(errors.run("report", main, sys.argv[1:]))

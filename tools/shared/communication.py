@@ -8,9 +8,10 @@ import re
 from dataclasses import dataclass
 from math import ceil, prod
 
-from flux_ref.config import Config, ParallelConfig
+from flux_ref.config import Config
 from flux_ref.model import parameter_table
 from flux_ref.precision import policy
+from flux_ref.sharding import freed
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}  # of parallel.dtype and parallel.reduce_dtype
 ROOT = "ends"
@@ -67,11 +68,6 @@ def region_lengths(cfg: Config) -> dict[str, list[int]]:
     most = cfg.parallel.region_blocks
     counts = {"double": cfg.model.double_blocks, "single": cfg.model.single_blocks}
     return {kind: [min(most, count - first) for first in range(0, count, most)] for kind, count in counts.items()}
-
-
-def freed(cfg: ParallelConfig, regions: int) -> int:
-    """How many of the first regions FSDP2 frees after forward and gathers again for backward."""
-    return max(0, regions - cfg.kept_regions) if cfg.kept_regions >= 0 else 0
 
 
 def sent(cfg: Config, layout: Layout, micros: int = 1) -> dict[str, float]:
