@@ -191,15 +191,17 @@ def changed(runner: StepRunner) -> Iterator[list[Tensor]]:
     """A block with other weights and batches than those of the capture. They come back bit for bit.
 
     Each FSDP unit has a bias of a modulation or the head's. It grows by 1 and so opens the gates of a block; those of a
-    fresh net are 0 and hide the block. Gives copies of the block's weight shards on the host.
+    fresh net are 0 and hide the block. The noise is so large that gradients are clipped. Gives copies of the block's
+    weight shards on the host.
     """
     opt = runner.state.opt
-    tensors = [shard for name, shard in zip(opt.names, opt.shards) if name.endswith((".lin.bias", ".linear.bias"))]
-    tensors += [runner.train_batch["noise"], runner.val_batch["noise"]]
-    olds = [tensor.clone() for tensor in tensors]
-    torch._foreach_add_(tensors, 1)
+    biases = [shard for name, shard in zip(opt.names, opt.shards) if name.endswith((".lin.bias", ".linear.bias"))]
+    noises = [runner.train_batch["noise"], runner.val_batch["noise"]]
+    olds = [tensor.clone() for tensor in (*biases, *noises)]
+    torch._foreach_add_(biases, 1)
+    torch._foreach_mul_(noises, 16)
     yield [shard.to("cpu", copy=True) for shard in opt.shards]
-    torch._foreach_copy_(tensors, olds)
+    torch._foreach_copy_([*biases, *noises], olds)
 
 
 def measured(runner: StepRunner, weights: list[Tensor]) -> Figures:
