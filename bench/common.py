@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bench.fake_ranks import fake_world
 from flux_ref import config, config_file, graphs, ranks
 from flux_ref.config import Config
 from flux_ref.errors import Options, between
@@ -65,18 +67,22 @@ def run(name: str, argv: list[str], parse: Callable, measure: Callable[[Config, 
     """
     args, overrides = parse(argv)
     cfg = config_file.load(args.config, overrides)
-    world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
-    choose_compiler_folder(cfg, world)
-    report = head(name, argv, world.device) if world.rank == 0 else {}  # git is asked once, not on every rank
-    report |= {
-        "arch": architecture(world.device),
-        "steps_run": graphs.mode(cfg, world.device),
-        "ranks": world.size,
-        "parameters": sum(prod(shape) for shape in parameter_table(cfg.model).values()),
-        "config": config.flat(cfg),
-    }
-    report |= {"left_out": ALONE} if world.size == 1 else {}
-    report |= measure(cfg, world, args)
+    with ExitStack() as stack:
+        if count := getattr(args, "fake_ranks", None):
+            world = stack.enter_context(fake_world(count, replicate=cfg.parallel.replicate))
+        else:
+            world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
+        choose_compiler_folder(cfg, world)
+        report = head(name, argv, world.device) if world.rank == 0 else {}  # git is asked once, not on every rank
+        report |= {
+            "arch": architecture(world.device),
+            "steps_run": graphs.mode(cfg, world.device),
+            "ranks": world.size,
+            "parameters": sum(prod(shape) for shape in parameter_table(cfg.model).values()),
+            "config": config.flat(cfg),
+        }
+        report |= {"left_out": ALONE} if world.size == 1 else {}
+        report |= measure(cfg, world, args)
     ranks.stop()
     if world.rank == 0:
         give(report, args.json)

@@ -6,12 +6,15 @@
 
 --steps N (20) are timed after --warmup N (3). --synthetic measures without data. --profile TRACE.json records three
 further steps for a viewer of traces, such as ui.perfetto.dev. --section.key=value overrides the config as in train.py.
+--fake-ranks N computes as one rank of N whose others do not exist: the capture, the memory and FSDP2's copies of N
+ranks on one device. It implies --synthetic.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import cast
@@ -22,13 +25,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from bench import ceiling, common
+from bench import ceiling, common, fake_ranks
 from bench.common import END, Clock
 from flux_ref import config_file, errors, graphs, ranks, sharding, toy
 from flux_ref.arithmetic import Arithmetic, arithmetic_of
 from flux_ref.config import Config, micro_batch
 from flux_ref.data import Batch, Feed, TrainSet, copy_next
-from flux_ref.errors import Fault
+from flux_ref.errors import Fault, between
 from flux_ref.ranks import World, peak_memory_gb
 from flux_ref.sharding import ShardedFlux
 from flux_ref.step import NEVER, Health, train_step
@@ -44,7 +47,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = common.options("bench.step", __doc__, steps=20, warmup=3)
     parser.add_argument("--synthetic", action="store_true")
     parser.add_argument("--profile", type=Path, metavar="TRACE.json")
-    return parser.parse_known_args(argv)
+    parser.add_argument("--fake-ranks", type=between(1, 8192), metavar="N")
+    args, overrides = parser.parse_known_args(argv)
+    args.synthetic = args.synthetic or bool(args.fake_ranks)
+    return args, overrides
 
 
 def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
@@ -81,18 +87,21 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
             feed.close()
     totals = [sum(step.values()) for step in steps]
     samples_per_s = cfg.train.global_batch * 1e3 / mean(totals)
+    spans = split(cfg, state, run.train_batch, clock)
+    one_step = partial(train_step, state.net, state.opt, run.train_batch, run.health, cfg)
     return {
         "steps": args.steps,
         "warmup": args.warmup,
         "synthetic": args.synthetic,
         "samples_per_s": samples_per_s,
         "step_ms": {"median": median(totals), "min": min(totals), "max": max(totals)},
-        "split_ms": split(cfg, state, run.train_batch, clock),
+        "split_ms": spans,
         "data_share": sum(step["data"] for step in steps) / sum(totals) if feed else None,
         "peak_memory_gb": max(ranks.gather_objects(peak_memory_gb(world.device))),
         "tflop": ceiling.achieved(cfg, samples_per_s / world.size, clock),
         "last_loss": loss,
         "kernels": kernels,
+        **(fake_ranks.beside_plan(cfg, world, one_step) if args.fake_ranks else {}),
     }
 
 

@@ -78,9 +78,13 @@ class Alive:
             )  # torchrun ends this rank because another one broke, and that one speaks
 
     def share(self, store: dist.Store) -> None:
-        """From now on the progress of any rank counts. store: World.store, whose calls wait for no other call."""
+        """From now on the progress of any rank counts. Collective.
+
+        store: World.store, whose calls wait for no other call.
+        """
         store.set_timeout(timedelta(seconds=5 * TICK_S))
         self.store = store
+        self.group = ranks.host_group("stop")  # now, as it takes its time on many ranks
 
     def mark(self, place: str) -> None:
         """Note the place of this rank. Each call counts as progress, as do bytes of weights that move."""
@@ -157,7 +161,6 @@ class Alive:
             if number := int(self.largest):
                 raise Interrupted(number, self.reason if number == FAILED else "")
         else:
-            self.group = ranks.host_group("stop")
             for number in SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP, a job in the background Ctrl-C
                     self.before[number] = signal.signal(number, self._take)

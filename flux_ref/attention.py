@@ -13,9 +13,9 @@ SOUND_CUDA = (12, 9)
 def attention_kernel(cfg: Config, device: torch.device) -> str:
     """The kernel that the net's attention uses on a device.
 
-    parallel.attention=auto is cuDNN's kernel on Hopper and later from cuDNN 9.15.1 and CUDA 12.9 on, where it is the
-    fastest and where torch itself trusts it. Elsewhere, and on AMD, it is flash attention. Neither kernel takes fp32;
-    fp32 takes plain products.
+    parallel.attention=auto is cuDNN's kernel on Hopper and datacenter Blackwell from cuDNN 9.15.1 and CUDA 12.9 on,
+    where it is the fastest and where torch itself trusts it. Elsewhere, and on AMD, it is flash attention. Neither
+    kernel takes fp32; fp32 takes plain products.
     """
     if device.type == "cpu":
         return "chosen by torch"
@@ -23,9 +23,10 @@ def attention_kernel(cfg: Config, device: torch.device) -> str:
         return cfg.parallel.attention
     if cfg.parallel.dtype == "fp32":
         return "math"
-    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    major, _ = torch.cuda.get_device_capability(device)
+    is_datacenter = torch.version.hip is None and major in (9, 10)  # on sm120 cuDNN was slower: transformers 48163
     is_sound = tuple(map(int, (torch.version.cuda or "0").split("."))) >= SOUND_CUDA
-    is_fast = is_hopper and is_sound and (torch.backends.cudnn.version() or 0) >= FAST_CUDNN
+    is_fast = is_datacenter and is_sound and (torch.backends.cudnn.version() or 0) >= FAST_CUDNN
     # torch refuses cuDNN in deterministic mode. From torch 2.15 on it also refuses tokens % 128 == 64, whose gradients
     # may be NaN. Heads smaller than the benchmark's are left to flash attention, which is known to take them.
     tokens = cfg.model.text_tokens + cfg.model.image_tokens

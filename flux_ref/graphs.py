@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flux_ref import ranks
 from flux_ref.config import Config
@@ -25,7 +26,8 @@ CAPTURED = "captured"
 Figures = dict[str, float]  # of steps, by what they are
 KEPT: list[dict] = []  # after an error a graph stays until the process ends: to destroy it may wait for a lost rank
 # Relative differences between a graph and the eager step that libraries' workspaces may cause.
-FLOORS = {"loss": 1e-5, "norm": 1e-3}
+FLOORS = {"loss": 1e-5, "norm": 1e-3, "sum": 1e-3}
+RATE = 1e-5  # of the step of the proof that changes weights
 DECODING_BYTES = 2e9  # of the autoencoder and its activations for a picture of 256 x 256 pixels (calculated)
 
 
@@ -44,6 +46,8 @@ def obstacle(device: torch.device, cfg: Config) -> str:
     """Why the steps of a run cannot be captured on a device; "" if they can."""
     if device.type != "cuda":
         return f"a device of type {device.type} captures no graphs"
+    if torch.version.hip and torch.__version__ < "2.12":  # github.com/pytorch/pytorch, issues 177309 and 176251
+        return f"RCCL's watchdog invalidates captures in torch {torch.__version__}; 2.12 and later capture on HIP"
     if torch.version.hip and cfg.graph.enabled != "on":
         return "on HIP graphs are captured only when asked for"
     return ""
@@ -122,9 +126,9 @@ class CapturedRunner(StepRunner):
         Call it after `warm_up` and before a checkpoint is loaded. Raises: Fault.
         """
         at("the eager steps of the proof")
-        with changed(self):
-            want = measured(self)
-            again = measured(self)
+        with changed(self) as weights:
+            want = measured(self, weights)
+            again = measured(self, weights)
         outside = bytes_outside()
         # The training graphs are larger. Captured first, they leave freed memory for the validation graphs.
         graphs = {}
@@ -137,8 +141,8 @@ class CapturedRunner(StepRunner):
         KEPT.append(graphs)
         at("the proof of the captured steps")
         self.sharded()  # after a capture, FSDP2 takes the weights for gathered
-        with changed(self):
-            found = measured(self)
+        with changed(self) as weights:
+            found = measured(self, weights)
         self.graph_bytes = bytes_outside() - outside
         with ranks.agreed():
             require_equal(found, want, again)
@@ -177,45 +181,67 @@ def bytes_outside() -> int:
     return total - free - torch.accelerator.memory_reserved()
 
 
-# The proof: a graph that had kept weights, gradients or a batch of its capture would not see what changes after it.
+# The proof: a graph that had kept weights, gradients, moments, a rate, a clip factor or a batch of its capture would
+# not see what changes after it.
 
 
 @contextmanager
 @torch.no_grad()
-def changed(runner: StepRunner) -> Iterator[None]:
+def changed(runner: StepRunner) -> Iterator[list[Tensor]]:
     """A block with other weights and batches than those of the capture. They come back bit for bit.
 
     Each FSDP unit has a bias of a modulation or the head's. It grows by 1 and so opens the gates of a block; those of a
-    fresh net are 0 and hide the block.
+    fresh net are 0 and hide the block. The noise is so large that gradients are clipped. Gives copies of the block's
+    weight shards on the host.
     """
     opt = runner.state.opt
-    tensors = [shard for name, shard in zip(opt.names, opt.shards) if name.endswith((".lin.bias", ".linear.bias"))]
-    tensors += [runner.train_batch["noise"], runner.val_batch["noise"]]
-    olds = [tensor.clone() for tensor in tensors]
-    torch._foreach_add_(tensors, 1)
-    yield
-    torch._foreach_copy_(tensors, olds)
+    biases = [shard for name, shard in zip(opt.names, opt.shards) if name.endswith((".lin.bias", ".linear.bias"))]
+    noises = [runner.train_batch["noise"], runner.val_batch["noise"]]
+    olds = [tensor.clone() for tensor in (*biases, *noises)]
+    torch._foreach_add_(biases, 1)
+    torch._foreach_mul_(noises, 16)
+    yield [shard.to("cpu", copy=True) for shard in opt.shards]
+    torch._foreach_copy_([*biases, *noises], olds)
 
 
-def measured(runner: StepRunner) -> Figures:
-    """Loss and norm of two steps at learning rate 0 and the sum of a validation, in each phase, from the same start.
+def measured(runner: StepRunner, weights: list[Tensor]) -> Figures:
+    """What two steps at learning rate 0, a validation and a step at RATE compute, in each phase, from the same start.
 
-    The second step shows gradients that the first one has left. sync: the host reads them all.
+    The second step shows gradients that the first one has left.
+    weights: as `changed` gives them. They are in place again at the end. sync: the host reads all figures.
     """
     found = {}
+    opt = runner.state.opt
     for phase in runner.state.arithmetic.phases:
         runner.forget()
         runner.state.set_counters(phase, 0)
-        for number in (1, 2):
+        for number, rate in ((1, 0.0), (2, 0.0), (3, RATE)):
+            opt.lr.fill_(rate)
             runner.train()
-            found[f"loss of step {number} in phase {phase}"] = float(runner.loss)
-            found[f"norm of step {number} in phase {phase}"] = float(runner.grad_norm)
+            after = f"step {number} in phase {phase}"
+            found[f"loss of {after}"] = float(runner.loss)
+            found[f"norm of {after}"] = float(runner.grad_norm)
+            for kind, tensors in opt.states().items():
+                found[f"sum of {kind} after {after}"] = sum(map(size, tensors))
+            found[f"sum of changes of weights by {after}"] = sum(map(moved, opt.shards, weights))
+        for shard, weight in zip(opt.shards, weights):
+            shard.detach().copy_(weight)
         runner.sums.zero_()
         runner.validate()
         found[f"loss of validation in phase {phase}"] = float(runner.sums[1].sum())
         runner.sharded()
     runner.state.set_counters(0, 0)
     return found
+
+
+def size(tensor: Tensor) -> float:
+    """The sum of all magnitudes. sync: the host reads it."""
+    return float(tensor.detach().abs().sum())
+
+
+def moved(shard: Tensor, weight: Tensor) -> float:
+    """How far a shard is from its copy on the host. sync: the host reads it."""
+    return size(shard - weight.to(shard.device))
 
 
 def require_equal(found: Figures, want: Figures, again: Figures) -> None:

@@ -203,9 +203,16 @@ def compile_all(units: list[Region], cfg: Config, device: torch.device, own: Opt
     options = {name: value for name, value in wanted.items() if name in known._config and device.type != "cpu"}
     torch.compiler.set_stance("default")
     _set(torch._dynamo.config, "recompile_limit", RECOMPILE_LIMIT)
-    _set(torch._functorch.config, "activation_memory_budget", cfg.parallel.activation_budget)
+    for name, value in partitioning(cfg).items():
+        _set(torch._functorch.config, name, value)
     for region in units:
         region.compile(fullgraph=True, dynamic=False, options=options)
+
+
+def partitioning(cfg: Config) -> dict[str, float]:
+    """What decides which activations a compiled region keeps for backward: settings of torch._functorch.config."""
+    # torch recomputes operators that are not its own as if they cost nothing, such as the products of precision/.
+    return {"activation_memory_budget": cfg.parallel.activation_budget, "is_non_builtin_to_include": True}
 
 
 def forbid_recompilation() -> None:

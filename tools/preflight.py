@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 8 -m tools.preflight         this node
     torchrun --nnodes 8 ... -m tools.preflight             all nodes of a job, see launch/README.md
 
-Every device multiplies matrices. Then the devices of a node sum with each other (all-reduce), then each node with its
-neighbours; the better of the two counts. --slow=SHARE of the median (0.8): a slower node is unfit. --wait=S (120): a
-measurement that fails or takes longer has speed 0.
+Every device multiplies matrices as FLUX does, in bf16 and in FP8 where it can, and copies memory. Then the devices of a
+node sum with each other (all-reduce), then each node with its neighbours; the better of the two counts.
+--slow=SHARE of the median (0.8): a slower node is unfit. --wait=S (120): a measurement that fails or takes longer has
+speed 0. --json=FILE: the medians, for `python -m tools.plan --measured=FILE`.
 Prints the median and the lowest speed, a line per complaint (which node, what is wrong, what to do), the bad nodes.
 Exit codes of a rank: 0 all nodes are fit, 3 some are not, 2 refused. torchrun returns 1 in place of 2 and 3.
 """
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 
@@ -25,7 +27,9 @@ import torch.distributed as dist
 from flux_ref import ranks
 from flux_ref.alive import Alive
 from flux_ref.config import ParallelConfig
-from flux_ref.errors import Fault, Options, between, leave, run
+from flux_ref.errors import Fault, Options, Refusal, between, leave, run
+from flux_ref.precision import fp8
+from tools.shared import json_option
 
 TIMES = 50
 
@@ -41,11 +45,36 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
     return (time.perf_counter() - begin) / TIMES
 
 
+def sides(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input (M, K) and weight (N, K): of an MLP of FLUX.1-schnell and 16 samples; on a CPU a small product in fp32."""
+    rows, inputs, outputs = (2048, 512, 2048) if device.type == "cpu" else (8192, 3072, 12288)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.randn(rows, inputs, device=device, dtype=dtype), torch.randn(
+        outputs, inputs, device=device, dtype=dtype
+    )
+
+
 def multiply(device: torch.device, _: dist.ProcessGroup) -> float:
-    """TFLOP/s of a square product, bf16 on an accelerator, fp32 on the CPU."""
-    rows, dtype = (512, torch.float32) if device.type == "cpu" else (16384, torch.bfloat16)
-    matrix = torch.ones(rows, rows, device=device, dtype=dtype)
-    return 2 * rows**3 / seconds(lambda: matrix @ matrix, device) / 1e12
+    """TFLOP/s of a product, bf16 on an accelerator, fp32 on the CPU."""
+    x, weight = sides(device)
+    return 2 * x.numel() * len(weight) / seconds(lambda: x @ weight.t(), device) / 1e12
+
+
+def multiply_fp8(device: torch.device, _: dist.ProcessGroup) -> float:
+    """TFLOP/s of a product in FP8 with one scale per tensor."""
+    kind = fp8.support(fp8.architecture(device)).forward
+    x, weight = (side.to(kind) for side in sides(device))
+    one = torch.ones((), device=device)
+    return (
+        2 * x.numel() * len(weight) / seconds(lambda: fp8.scaled_mm(x, weight.t(), one, one, fast=True), device) / 1e12
+    )
+
+
+def copy(device: torch.device, _: dist.ProcessGroup) -> float:
+    """TB/s that a copy reads and writes."""
+    source = torch.zeros((64 if device.type == "cpu" else 1024) << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds(lambda: target.copy_(source), device) / 1e12
 
 
 def all_reduce(device: torch.device, group: dist.ProcessGroup) -> float:
@@ -55,20 +84,26 @@ def all_reduce(device: torch.device, group: dist.ProcessGroup) -> float:
     return 2 * (1 - 1 / group.size()) * tensor.nbytes / span / 1e9
 
 
+DEVICES = "look at its devices' temperature, power limit, clocks and other programs"
 KINDS = {  # what is measured: how, its unit, the remedy
-    "matrix product": (multiply, "TFLOP/s", "look at its devices' temperature, power limit, clocks and other programs"),
+    "matrix product": (multiply, "TFLOP/s", DEVICES),
+    "matrix product in FP8": (multiply_fp8, "TFLOP/s", DEVICES),
+    "copy of memory": (copy, "TB/s", DEVICES),
     "all-reduce inside the node": (all_reduce, "GB/s", "look at the links between its devices"),
     "all-reduce with a neighbour": (all_reduce, "GB/s", "look at its network cards, cables and switch ports"),
 }
 
 
-def rounds(size: int, per_node: int) -> list[tuple[str, list[list[int]]]]:
+def rounds(size: int, per_node: int, has_fp8: bool = False) -> list[tuple[str, list[list[int]]]]:
     """What is measured, and the ranks that take part together. No rank is in two groups of a round."""
-    product, inside, with_neighbour = KINDS
+    product, in_fp8, copied, inside, with_neighbour = KINDS
+    everyone = [[*range(size)]]
     nodes = [[*range(first, first + per_node)] for first in range(0, size, per_node)]
     pairs = [one + other for one, other in pairwise(nodes)]
     found = [
-        (product, [[*range(size)]]),
+        (product, everyone),
+        (in_fp8, everyone if has_fp8 else []),
+        (copied, everyone),
         (inside, nodes if per_node > 1 else []),
         (with_neighbour, pairs[::2]),
         (with_neighbour, pairs[1::2]),
@@ -90,6 +125,34 @@ def limited(measure: Callable[[], float], device: torch.device, wait_s: float) -
         why = str(error).partition("\n")[0] or f"a measurement hangs for {wait_s:g} s"
         print(f"preflight: rank {os.environ.get('RANK', 0)} on {os.uname().nodename}: {why}", file=sys.stderr)
         return 0.0
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether a device multiplies in FP8."""
+    with suppress(Refusal):
+        return fp8.has_kernel(device) and bool(fp8.support(fp8.architecture(device)))
+    return False
+
+
+def rates(world: ranks.World, medians: dict[str, float]) -> dict[str, object]:
+    """What tools/plan/hardware.py knows of a card, as measured. A link that no round has measured has rate 0."""
+    if world.device.type == "cpu":
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        memory = torch.get_device_module(world.device).get_device_properties(world.device).total_memory
+    product, in_fp8, copied, inside, with_neighbour = (medians.get(what, 0.0) for what in KINDS)
+    node = world.size // world.replicas
+    return {
+        "arch": fp8.architecture(world.device),
+        "memory_gb": memory / 1e9,
+        "memory_tb_s": copied,
+        "bf16_tflops": product,
+        "fp8_tflops": in_fp8,
+        "node": node,
+        "domain": node,
+        "scale_up_gb_s": inside,
+        "scale_out_gb_s": with_neighbour / node,
+    }
 
 
 def judge(names: list[str], what: str, speeds: list[float], slow: float) -> tuple[list[str], set[str]]:
@@ -114,7 +177,7 @@ def survey(world: ranks.World, wait_s: float, mark: Callable[[str], None]) -> di
     """
     host = ranks.host_group("preflight")
     found: dict[str, list[float]] = {}
-    for what, groups in rounds(world.size, world.size // world.replicas):
+    for what, groups in rounds(world.size, world.size // world.replicas, has_fp8(world.device)):
         mark(what)
         measure, *_ = KINDS[what]
         speed = -1.0
@@ -134,6 +197,7 @@ def check(argv: list[str]) -> int:
     parser = Options("torchrun -m tools.preflight", __doc__)
     parser.add_argument("--wait", type=between(1, 86400, float), default=120.0)
     parser.add_argument("--slow", type=between(0, 0.99, float), default=0.8)
+    json_option.json_option(parser)
     args = parser.parse_args(argv)
     with Alive("preflight", 3 * args.wait) as alive:  # a node that does not answer would let the others wait for ever
         world = ranks.start(ParallelConfig())
@@ -147,8 +211,9 @@ def check(argv: list[str]) -> int:
         lines += told
         bad |= unfit
     verdict = f"bad nodes: {','.join(sorted(bad))}" if bad else "all nodes are fit"
+    medians = {what: statistics.median_high(speed for speed in speeds if speed >= 0) for what, speeds in found.items()}
     if world.rank == 0:
-        print(*lines, f"preflight: {verdict}", sep="\n")
+        json_option.show("\n".join([*lines, f"preflight: {verdict}"]), rates(world, medians), args.json)
     return Fault.exit_code if bad else 0
 
 

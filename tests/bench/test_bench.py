@@ -37,6 +37,26 @@ def test_report_of_a_step_is_whole_and_plausible(tmp_path, shapes_dir):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+WIDE = (  # activations and weights outweigh what a plan does not count
+    *("--model.hidden=192", "--model.heads=3", "--model.rope_axes=[16,24,24]", "--model.text_tokens=24"),
+    *("--model.single_blocks=4", "--eval.batch=1", "--train.global_batch=192", "--parallel.dtype=bf16"),
+    *("--fake-ranks=8", "--steps=1", "--warmup=0"),
+)
+
+
+@pytest.mark.slow
+def test_one_process_as_a_rank_of_eight_sends_and_holds_what_is_planned(tmp_path):
+    for own in (
+        ["--parallel.kept_regions=0"],
+        ["--parallel.kept_regions=-1", "--train.micro_batch=12"],
+        ["--parallel.region_blocks=2", "--parallel.reduce_dtype=bf16", "--parallel.replicate=2"],
+    ):
+        report = report_of(step, tmp_path, *WIDE, *own)
+        assert report["ranks"] == 8 and report["synthetic"] and 0 < report["last_loss"] < 10
+        assert report["sent_gb"] == pytest.approx(report["planned_sent_gb"]), own
+        assert report["tensors_gb"] == pytest.approx(report["planned_memory_gb"], rel=0.03), own
+
+
 def test_timed_products_have_their_sizes_and_layouts(monkeypatch):
     cpu, kinds, operands = torch.device("cpu"), (torch.float8_e4m3fn, torch.float8_e5m2), []
     monkeypatch.setattr(ceiling, "random", lambda rows, columns, _, dtype: torch.zeros(rows, columns).to(dtype))

@@ -18,6 +18,7 @@ def test_the_kernel_suits_device_dtype_and_sizes(monkeypatch):
         ("cudnn", {"cuda": "12.9"}, {}),
         ("flash", {"cuda": "12.8"}, {}),
         ("flash", {"capability": (8, 0)}, {}),
+        ("flash", {"capability": (12, 0)}, {}),
         ("flash", {"hip": "7.0", "cuda": None, "capability": (9, 4), "cudnn": None}, {}),
         ("math", {}, {"parallel__dtype": "fp32"}),
         ("cudnn", {}, {"model__text_tokens": 512}),

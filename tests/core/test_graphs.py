@@ -18,6 +18,7 @@ from graph_ranks import everything, history, require_same_history
 from precision_ranks import FP8_RUN, fp8_config
 from run_files import contents, require_equal_runs
 from stand_in import Log, Recorder
+from torch.torch_version import TorchVersion
 
 from flux_ref import errors, graphs, ranks, sharding, step_runner
 from flux_ref.config import Config
@@ -28,7 +29,7 @@ from flux_ref.step_runner import State
 
 CUDA = torch.device("cuda", 0)
 SETTLING = ["reshard", "collect", "synchronize", "barrier"]
-PROOF = 2  # replays of a training step that prove a capture, in each phase
+PROOF = 3  # replays of a training step that prove a capture, in each phase
 
 
 @pytest.fixture
@@ -66,19 +67,24 @@ def train(folder, data, *overrides: str) -> int:
     return called("train.py", *micro_run(data, folder, "--eval.batch=45", "--train.micro_batch=6", *overrides))
 
 
-CHOSEN = [  # has torch HIP, device, graph.enabled, the mode
-    (False, CUDA, "auto", CAPTURED),
-    (False, CUDA, "off", "eager (graph.enabled=off)"),
-    (False, torch.device("cpu"), "auto", "eager (a device of type cpu captures no graphs)"),
-    (True, CUDA, "auto", "eager (on HIP graphs are captured only when asked for)"),
-    (True, CUDA, "on", CAPTURED),
+OLD_HIP = "RCCL's watchdog invalidates captures in torch 2.11.0; 2.12 and later capture on HIP"
+CHOSEN = [  # torch's HIP, its version, device, graph.enabled, the mode
+    (None, "2.11.0", CUDA, "auto", CAPTURED),
+    (None, "2.14.1", CUDA, "off", "eager (graph.enabled=off)"),
+    (None, "2.14.1", torch.device("cpu"), "auto", "eager (a device of type cpu captures no graphs)"),
+    ("7.1", "2.12.0", CUDA, "auto", "eager (on HIP graphs are captured only when asked for)"),
+    ("7.1", "2.12.0", CUDA, "on", CAPTURED),
+    ("7.1", "2.11.0", CUDA, "auto", f"eager ({OLD_HIP})"),
 ]
 
 
 def test_auto_captures_on_nvidia_devices_alone_and_on_is_refused_where_it_cannot(monkeypatch):
-    for hip, device, enabled, want in CHOSEN:
-        monkeypatch.setattr(torch.version, "hip", "7.1" if hip else None)
+    for hip, version, device, enabled, want in CHOSEN:
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
         assert mode(micro_config(graph__enabled=enabled), device) == want
+    assert OLD_HIP in refusal(mode, micro_config(graph__enabled="on"), CUDA)
+    monkeypatch.setattr(torch.version, "hip", None)
     text = refusal(mode, micro_config(graph__enabled="on"), torch.device("cpu"))
     assert text.startswith(
         "graph.enabled=on cannot be honoured: a device of type cpu captures no graphs; graph.enabled="
@@ -93,7 +99,7 @@ def test_before_each_capture_weights_are_sharded_and_all_ranks_at_rest(log, make
     log.clear()
     steps.capture()
     kept = [what for what in log if what.startswith(("capture", "replay"))]
-    assert kept == ["capture train", "capture validate", "replay train", "replay train", "replay validate"]
+    assert kept == ["capture train", "capture validate", *["replay train"] * PROOF, "replay validate"]
     for kind in ("train", "validate"):
         at = log.index(f"capture {kind}")
         assert log[at - 4 : at] == SETTLING
@@ -160,6 +166,7 @@ class Wrong(stand_in.Graph):
         self.batches = {id(t): t for b in (self.steps.train_batch, self.steps.val_batch) for t in b.values()}
         self.copies = {key: tensor.clone() for key, tensor in self.batches.items()}
         self.left: list[torch.Tensor] = []
+        self.moments = [(moment, moment.clone()) for kept in self.steps.state.opt.states().values() for moment in kept]
 
 
 @torch.no_grad()
@@ -200,10 +207,41 @@ def left_gradients(graph: Wrong) -> None:
     del opt.step
 
 
-def changing(graph: Wrong) -> None:
-    """It trains."""
-    graph.steps.state.opt.lr.fill_(1e-3)
+def at_rate(rate: float, graph: Wrong) -> None:
+    """Its learning rate is that of its capture."""
+    graph.steps.state.opt.lr.fill_(rate)
     REPLAY(graph)
+
+
+def early_update(graph: Wrong) -> None:
+    """It updates the weights before the new gradients are there."""
+    opt = graph.steps.state.opt
+    step = opt.step
+
+    def early() -> torch.Tensor:
+        grads = [parameter.grad.clone() for parameter in opt.parameters]
+        for parameter, old in zip(opt.parameters, graph.left or map(torch.zeros_like, grads)):
+            parameter.grad.copy_(old)
+        graph.left = grads
+        step()
+        return torch.nn.utils.get_total_norm(graph.left).full_tensor()
+
+    opt.step = early
+    REPLAY(graph)
+    del opt.step
+
+
+def clipped(graph: Wrong) -> None:
+    """It divides gradients by the factor of its capture."""
+    opt = graph.steps.state.opt
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opt, "clip_norm", opt.clip_norm / 2)
+        REPLAY(graph)
+
+
+def stale_moments(graph: Wrong) -> None:
+    """Its update reads the moments of its capture."""
+    swapped(graph, [pair for pair in graph.moments if graph.kind == "train"])
 
 
 def test_a_right_capture_is_proved_and_leaves_the_run_as_it_was(log, make):
@@ -215,10 +253,11 @@ def test_a_right_capture_is_proved_and_leaves_the_run_as_it_was(log, make):
         assert steps.graphs and float(steps.health.step) == 0
 
 
-def test_stale_weights_of_any_unit_left_gradients_an_old_batch_and_a_step_that_trains_are_told(log, make, monkeypatch):
+def test_whatever_a_graph_keeps_of_its_capture_is_told(log, make, monkeypatch):
     units = [f"double_blocks.{i}." for i in range(2)] + [f"single_blocks.{i}." for i in range(3)] + ["final_layer."]
     faults = {prefix: partial(stale, prefix) for prefix in units}
-    faults |= {"batch": another_batch, "gradients": left_gradients, "trains": changing}
+    faults |= {"batch": another_batch, "gradients": left_gradients, "trains": partial(at_rate, 1e-3)}
+    faults |= {"rate 0": partial(at_rate, 0.0), "early": early_update, "clip": clipped, "moments": stale_moments}
     told = {}
     for name, replay in faults.items():
         steps = make(small())
@@ -228,7 +267,10 @@ def test_stale_weights_of_any_unit_left_gradients_an_old_batch_and_a_step_that_t
             steps.capture()
         told[name] = str(caught.value)
     assert "loss of step 1" in told["batch"] and "norm of step 2" in told["gradients"]
-    assert "of step 2" in told["trains"]
+    assert "another sum of changes of weights by step 1 in phase 0 than the eager step" in told["trains"]
+    assert "another sum of changes of weights by step 3" in told["rate 0"] and "norm of step 1" not in told["early"]
+    for name in ("early", "clip", "moments"):
+        assert "another sum of exp_avg after step " in told[name], told
 
 
 # Replays
@@ -287,7 +329,7 @@ def test_a_run_by_graphs_is_the_eager_run(eager, log, tmp_path, shapes_dir, monk
     said = capsys.readouterr().out
     assert "  steps   captured\n" in said and "  graphs  take 0.00 GB outside torch's allocator\n" in said
     assert json.loads((tmp_path / "captured" / "environment.json").read_text())["graph_bytes"] == 2, "of two graphs"
-    assert filled[PROOF:] == ["fill"] * 5 and rates == pytest.approx([0, 0, 1e-3, 2e-3, 2e-3, 2e-3, 2e-3])
+    assert filled[PROOF:] == ["fill"] * 5 and rates == pytest.approx([0, 0, 1e-5, 1e-3, 2e-3, 2e-3, 2e-3, 2e-3])
     assert log.count("replay train") == PROOF + 5 and log.count("replay validate") == 1 + 2
     assert log[log.index("reset") - 1 : log.index("stop")] == ["synchronize", "reset", "reset", "barrier"]
     require_equal_runs(tmp_path / "captured", eager)

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import micro_config
-from fake_world import fake_world
 
+from bench.fake_ranks import fake_world
 from flux_ref import schedule, sharding, step_runner
 from flux_ref.config import Config
 from flux_ref.data import synthetic

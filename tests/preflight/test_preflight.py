@@ -1,6 +1,8 @@
 """Preflight: whom it blames, and ranks that play nodes, one of which is slow, wrong or hangs."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -8,9 +10,13 @@ from itertools import chain
 
 import pytest
 import torch
-from conftest import HELPERS, PYTHONPATH, ROOT, refusal
+from conftest import HELPERS, MICRO, PYTHONPATH, ROOT, refusal
 
+from flux_ref import ranks
 from tools import preflight
+from tools.plan import commands
+
+SPANS = ("forward", "backward", "optimizer")
 
 
 def test_the_node_far_below_the_median_is_named_and_no_other():
@@ -50,6 +56,29 @@ def test_what_fails_or_hangs_has_speed_0_and_says_why(capsys):
 def test_options_that_make_no_sense_are_refused():
     for option in ("--slow=nan", "--slow=1", "--wait=0", "--gpus=8"):
         assert option.split("=")[0] in refusal(preflight.check, [option])
+
+
+def test_a_plan_takes_the_rates_that_were_measured(tmp_path, monkeypatch, capsys):
+    """And shows a report of bench.step beside its own times."""
+    rates, report = tmp_path / "rates.json", tmp_path / "step.json"
+    monkeypatch.setattr(preflight, "TIMES", 1)
+    assert preflight.check([f"--json={rates}"]) == 0
+    ranks.stop()
+    found = json.loads(rates.read_text())
+    assert found["arch"] == "cpu" and found["fp8_tflops"] == 0 and found["node"] == 1 and found["bf16_tflops"] > 0
+    report.write_text(json.dumps({"step_ms": {"median": 1.0}, "split_ms": dict.fromkeys(SPANS, 0.5)}))
+    argv = [str(MICRO), f"--measured={rates}"]
+    assert commands.main([*argv, "--gpus=1", f"--step={report}"]) == 0
+    out = capsys.readouterr().out
+    assert f"measured,{rates};timesmaybeoffbyafactorof1.1" in "".join(out.split())  # lines break at hyphens, too
+    assert re.search(r"forward and backward +\d+\.\d ms planned +1\.0 ms measured", out), out
+    assert "has no rate of the links that 8 GPUs use" in refusal(commands.main, [*argv, "--gpus=8"])
+    rates.write_text('{"arch": "cpu"}')
+    assert "lacks the rate memory_gb" in refusal(commands.main, [*argv, "--gpus=1"])
+    report.write_text('{"a": 1}')
+    assert "the report lacks 'split_ms'" in refusal(
+        commands.main, [str(MICRO), "--gpu=h200", "--gpus=1", f"--step={report}"]
+    )
 
 
 PLAY = """

@@ -12,12 +12,12 @@ import pytest
 import rank_runs
 import torch
 from conftest import MICRO, called, data_overrides, micro_run, refusal, require_identical, the_line, trained
-from fake_world import fake_world
 from lively_nets import lively
 from peer_net import to_diffusers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bench.fake_ranks import fake_world
 from flux_ref import config_file, sharding, weights
 from flux_ref.config import Config, ModelConfig
 from flux_ref.model import parameter_table

@@ -2,7 +2,10 @@
 
     python -m tools.plan CONFIG --gpus 512 --gpu mi300x [--price-per-gpu-hour 2.5] [--layouts]
         [--section.key=value ...]
+    python -m tools.plan CONFIG --gpus 8 --measured FILE [--step REPORT] ...
 
+--measured takes the rates that tools.preflight --json wrote on these machines in place of a card's datasheet and of
+shares that were fitted elsewhere. --step shows a report of bench.step beside the plan.
 --layouts searches train.micro_batch, parallel.activation_budget and parallel.kept_regions for the fastest steps that
 fit the card. Where the config itself does not fit, the search runs by itself.
 
@@ -10,8 +13,9 @@ Exit codes: 0 done, 1 the config does not fit the card, 2 refused.
 """
 
 import textwrap
+from pathlib import Path
 
-from flux_ref import config_file, shards
+from flux_ref import config_file, files, shards
 from flux_ref.benchmark.closed import TRAIN_SAMPLES
 from flux_ref.config import EvalConfig
 from flux_ref.errors import Options, Refusal, between
@@ -34,7 +38,10 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("config", metavar="CONFIG")
     add("--gpus", type=between(1, MOST_GPUS), required=True, metavar="N")
-    add("--gpu", required=True, metavar="NAME", help="a card of tools/plan/hardware.toml")
+    card = parser.add_mutually_exclusive_group(required=True)
+    card.add_argument("--gpu", metavar="NAME", help="a card of tools/plan/hardware.toml")
+    card.add_argument("--measured", type=Path, metavar="FILE")
+    add("--step", type=Path, metavar="REPORT")
     add("--price-per-gpu-hour", type=between(0, 1e9, float), default=0.0, metavar="PRICE")
     add("--layouts", action="store_true")
     args, overrides = parser.parse_known_args(argv)
@@ -44,7 +51,8 @@ def main(argv: list[str]) -> int:
         known = ", ".join(PLANNED)
         raise Refusal(f"a plan knows the rates of {known}; set precision.preset so, without precision.rules and switch")
 
-    gpu, assumed = hardware.load(args.gpu, precision)
+    loaded = hardware.measured(args.measured, args.gpus) if args.measured else hardware.load(args.gpu, precision)
+    gpu, assumed = loaded
     machine = Machine(gpu, assumed, args.gpus)
     one = plan.make(cfg, machine)
     label = cfg.precision.preset if policy.narrowest(cfg) else cfg.parallel.dtype
@@ -53,10 +61,11 @@ def main(argv: list[str]) -> int:
     checkpoint = checkpoint_bytes(cfg) * one.layout.parameters
 
     lines = [
-        f"{cfg.name} on {args.gpus} x {args.gpu}: {label}, micro-batch {one.rows}, "
+        f"{cfg.name} on {args.gpus} x {args.gpu or gpu.arch}: {label}, micro-batch {one.rows}, "
         f"{one.layout.replicas} x {one.layout.shards} shards",
         *memory(one),
         *(time(one, args.price_per_gpu_hour) if fits else ["no times: this config does not fit the card"]),
+        *(beside(one, files.read_json(args.step, "report")) if args.step else []),
         f"data {disk / 1e12:.2f} TB; checkpoint {checkpoint / GB:.0f} GB",
         *(f"WARNING {warning}" for warning in plan.warnings(one)),
         *(layouts(plan.fastest(cfg, machine)) if args.layouts or not fits else []),
@@ -74,6 +83,30 @@ def memory(one: Plan) -> list[str]:
         *parts,
         f"  {'graphs':<20}{one.graphs / GB:8.2f} GB",
         f"  on the card         {one.total / GB:8.2f} GB  of {one.card / GB:g} GB, with margin and context",
+    ]
+
+
+def beside(one: Plan, report: dict) -> list[str]:
+    """The parts of a plan and of a report of bench.step in turn. Raises: Refusal."""
+    try:
+        spans = report["split_ms"]
+        measured = {
+            "step": report["step_ms"]["median"],
+            "forward and backward": spans["forward"] + spans["backward"],
+            "optimizer": spans["optimizer"],
+        }
+    except (KeyError, TypeError) as error:
+        raise Refusal(f"--step: the report lacks {error}; give one of bench.step --json") from None
+    times = one.times
+    planned = {
+        "step": times.step,
+        "forward and backward": times.compute - times.optimizer,
+        "optimizer": times.optimizer,
+    }
+    return [
+        f"  {part:<21}{1e3 * seconds:9.1f} ms planned {measured[part]:9.1f} ms measured"
+        f" {1e3 * seconds / measured[part] - 1:+7.0%}"
+        for part, seconds in planned.items()
     ]
 
 

@@ -167,8 +167,10 @@ def _footprint(module: nn.Module, inputs: tuple, cfg: Config, compiled: bool) ->
         graphs.extend(part.graph for part in pair)
         return pair
 
-    budget = torch._functorch.config.patch(activation_memory_budget=cfg.parallel.activation_budget)
-    with budget, patch.object(torch.compiler, "_is_compiling_flag", compiled):  # which torch.compile sets, too
+    with (
+        torch._functorch.config.patch(sharding.partitioning(cfg)),
+        patch.object(torch.compiler, "_is_compiling_flag", compiled),
+    ):  # which torch.compile sets, too
         traced = aot_function(
             run,
             fw_compiler=lambda graph, _: graph.forward,

@@ -1,13 +1,15 @@
 """Figures of GPUs and links, from hardware.toml."""
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
+from flux_ref import files
 from flux_ref.errors import Refusal
 
 TABLE = Path(__file__).with_name("hardware.toml")
+SPREAD = 0.1  # of a step whose rates were measured: kernels of other shapes, overlap; assumed
 
 
 @dataclass(frozen=True)
@@ -52,3 +54,17 @@ def load(name: str, precision: str = "bf16") -> tuple[Gpu, Assumed]:
         raise Refusal(f"FP8 needs FP8 matrix units, {name} has none; set precision.preset=bf16")
     share = table["share"][f"{gpu.arch}_{precision}"]
     return gpu, Assumed(**share, **table["assumed"])
+
+
+def measured(path: Path, gpus: int) -> tuple[Gpu, Assumed]:
+    """The card of a file by `tools.preflight --json`, and what is still assumed. gpus: of the plan. Raises: Refusal."""
+    rates = files.read_json(path, "measured rates")
+    missing = [field.name for field in fields(Gpu) if field.name not in rates]
+    if missing:
+        raise Refusal(f"{path} lacks the rate {missing[0]}; write it with tools.preflight --json")
+    gpu = Gpu(**{field.name: rates[field.name] for field in fields(Gpu)})
+    if (gpus > 1 and not gpu.scale_up_gb_s) or (gpus > gpu.node and not gpu.scale_out_gb_s):
+        raise Refusal(f"{path} has no rate of the links that {gpus} GPUs use; run tools.preflight on more of them")
+    _, assumed = load("h200")  # of all cards
+    known = replace(assumed, gemm_share=1.0, memory_share=1.0, link_share=1.0, range=SPREAD, source=f"measured, {path}")
+    return gpu, known

@@ -70,14 +70,14 @@ def region_lengths(cfg: Config) -> dict[str, list[int]]:
     return {kind: [min(most, count - first) for first in range(0, count, most)] for kind, count in counts.items()}
 
 
-def sent(cfg: Config, layout: Layout) -> dict[str, float]:
-    """Bytes that one rank sends in an optimizer step of one micro-batch, by collective, in rings."""
+def sent(cfg: Config, layout: Layout, micros: int = 1) -> dict[str, float]:
+    """Bytes that one rank sends in an optimizer step of so many micro-batches, by collective, in rings."""
     reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
     n = layout.shards
     r = layout.replicas
     again = layout.units[: freed(cfg.parallel, len(layout.units) - 1)]
     return {
-        "all_gather": sum(unit.gathered for unit in (*layout.units, *again)) * (n - 1) / n,
-        "reduce_scatter": reduced * layout.sharded(*layout.units) * (n - 1),
+        "all_gather": sum(unit.gathered for unit in (*layout.units, *(2 * micros - 1) * again)) * (n - 1) / n,
+        "reduce_scatter": micros * reduced * layout.sharded(*layout.units) * (n - 1),
         "all_reduce": 2 * reduced * layout.sharded(*layout.units) * (r - 1) / r,
     }
