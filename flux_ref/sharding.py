@@ -180,7 +180,7 @@ def choose_compiler_folder(cfg: Config, world: World) -> None:
         host = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/flux_ref/{os.uname().nodename}_{torch.__version__}"
         place = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or host).expanduser()
         # torch finds compiled code by the code of the net. The code does not name the kernel of attention.
-        place /= attention_kernel(cfg, world.device)
+        place /= attention_kernel(cfg, world.device).replace(" ", "_")  # torch's call of g++ would split it
         with ranks.agreed():
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
             if place.stat().st_uid != os.geteuid():

@@ -46,8 +46,11 @@ def test_compiled_code_is_kept_in_a_folder_of_the_user_and_of_nobody_else(tmp_pa
             monkeypatch.setenv("XDG_CACHE_HOME", home and str(tmp_path / home))
             monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given and str(tmp_path / given))
             choose_compiler_folder(COMPILED, world)
-            own = tmp_path / want / "chosen by torch"
+            own = tmp_path / want / "chosen_by_torch"
             assert stat.S_IMODE(own.stat().st_mode) == 0o700 and os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(own)
+            torch._dynamo.reset()
+            torch.compile(lambda x: x.sin() + 1)(torch.ones(9))
+            assert [*(own / "fxgraph").iterdir()]
     monkeypatch.setattr(os, "geteuid", lambda: -1)
     assert "belongs to another user" in refusal(choose_compiler_folder, COMPILED, world)
     ranks.stop()
