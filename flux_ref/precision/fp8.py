@@ -174,9 +174,15 @@ class Fp8Matmul(torch.autograd.Function):
         widths: list[int],
         of_input: Remembered,
         of_grad: Remembered,
-        *parts: Tensor,
+        part: Tensor,
+        other: Tensor | None = None,
     ):
-        """grad_in_fp8: whether the gradient of the weight is in FP8. widths: N of the result's parts. parts: of x."""
+        """grad_in_fp8: whether the gradient of the weight is in FP8. widths: N of the result's parts.
+
+        part, other: of x. torch 2.14's compiler would take *parts of two for a forward without ctx if there is no
+        gradient (torch/_dynamo/variables/misc.py, call_apply).
+        """
+        parts = [part] if other is None else [part, other]
         rule = support.row_times_column
         amax_M = torch.cat([magnitudes(part) for part in parts])
         input_scale, input_inverse = scales_of(amax_M, support.forward, of_input)
