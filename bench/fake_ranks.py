@@ -13,10 +13,10 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flux_ref import config, ranks, sharding
 from flux_ref.arithmetic import arithmetic_of
@@ -31,6 +31,12 @@ from tools.plan.plan import GB
 from tools.shared import communication
 
 STEP = "a step to be measured"
+COLLECTIVES = {  # that FSDP2 calls, by what they do; torch 2.14 renamed them
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_single": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+}
 GLOO = ("c10d::", "gloo:")  # how the profiler names collectives, where they begin and in their threads
 
 
@@ -49,21 +55,23 @@ def fake_world(size: int, rank: int = 0, node: int = 8, replicate: int = 0) -> I
         ranks.stop()
 
 
-class Sent(TorchDispatchMode):
-    """Counts the bytes that a rank would send in rings, by collective."""
+@contextmanager
+def counted(world: World) -> Iterator[Counter[str]]:
+    """The bytes that a rank would send in rings, by collective."""
+    found = Counter[str]()
+    shards = world.mesh.size(-1)
 
-    def __init__(self, world: World):
-        super().__init__()
-        self.shards = world.mesh.size(-1)
-        self.found = Counter[str]()
+    def counting(kind: str, collective: Callable) -> Callable:
+        def call(*args: object, **keys: object) -> object:
+            whole = max(one.nbytes for one in (*args, *keys.values()) if isinstance(one, Tensor))
+            found[kind] += whole * (shards - 1) // shards
+            return collective(*args, **keys)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.removeprefix("c10d::")
-        if name == "_allgather_base_":
-            self.found["all_gather"] += args[0].nbytes * (self.shards - 1) // self.shards
-        if name == "_reduce_scatter_base_":
-            self.found["reduce_scatter"] += args[1].nbytes * (self.shards - 1) // self.shards
-        return func(*args, **(kwargs or {}))
+        return call
+
+    functions = {name: counting(kind, getattr(dist, name)) for name, kind in COLLECTIVES.items() if hasattr(dist, name)}
+    with patch.multiple(dist, **functions):
+        yield found
 
 
 def beside_plan(cfg: Config, world: World, step: Callable[[], object]) -> dict:
@@ -74,13 +82,13 @@ def beside_plan(cfg: Config, world: World, step: Callable[[], object]) -> dict:
     rows = config.micro_batch(cfg, world.size)
     layout = communication.layout(cfg, world.size, world.replicas)
     footprints = footprint.trace(cfg, architecture(world.device), rows)
-    with Sent(world) as counted:
+    with counted(world) as sent:
         step()
     planned = communication.sent(cfg, layout, micros=ceil(config.rank_batch(cfg, world.size) / rows))
     report = {
         "note": f"{world.size} ranks of which one exists: no byte travelled, and nothing waited for links",
-        "sent_gb": {name: size / GB for name, size in counted.found.items()},
-        "planned_sent_gb": {name: planned[name] / GB for name in counted.found},
+        "sent_gb": {name: size / GB for name, size in sent.items()},
+        "planned_sent_gb": {name: planned[name] / GB for name in sent},
         "planned_memory_gb": memory.fullest(cfg, layout, footprints, world.size, rows).total / GB,
     }
     if world.device.type == "cpu":
