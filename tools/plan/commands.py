@@ -143,6 +143,7 @@ def time(one: Plan, price: float) -> list[str]:
         f"{times.optimizer:.2g} of it the optimizer; {times.step - times.compute:z.3f} waiting for links",
         f"  links: {times.all_gather:.2g} s gather weights, {times.reduce_scatter:.2g} s reduce gradients, "
         f"{times.all_reduce:.2g} s sum replicas",
+        *([f"  without graphs the host needs {one.host:.2g} s for a step"] if one.host else []),
         f"{rate:,.0f} samples/s, {rate / machine.gpus:,.1f} per GPU, MFU {mfu:.0%} of bf16; "
         f"an evaluation {one.evaluation:.1f} s",
         f"{goal}: {one.samples:,.0f} samples, {one.evaluations} evaluations",

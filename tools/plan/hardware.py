@@ -40,6 +40,8 @@ class Assumed:
     margin: float
     outside_gb: float
     graph_node_kb: float
+    host_ms_per_region: float
+    host_us_per_kernel: float
 
 
 @cache

@@ -106,7 +106,7 @@ def training(
 
 
 def graph_nodes(cfg: Config, layout: Layout, footprints: dict[str, Footprint], micros: int) -> int:
-    """Kernels, copies and collectives of a captured training step and validation batch, without the optimizer's.
+    """Kernels, copies and collectives of a training step, without the optimizer's.
 
     A gather has three: copies in, the collective, copies out. A micro-batch reduces each unit with a copy and a
     collective, and adds the gradient of each parameter.
@@ -116,7 +116,7 @@ def graph_nodes(cfg: Config, layout: Layout, footprints: dict[str, Footprint], m
     backward = sum(footprints[unit.kind].backward.kernels for unit in units)
     reduced = 2 * len(units) + len(parameter_table(cfg.model))
     gathers = len(units) + (2 * micros - 1) * freed(cfg.parallel, len(units) - 1)
-    return micros * (forward + backward + reduced) + 3 * gathers + forward
+    return micros * (forward + backward + reduced) + 3 * gathers
 
 
 def gradients(cfg: Config, layout: Layout, done: list[Unit], accumulates: bool) -> float:

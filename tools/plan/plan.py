@@ -1,7 +1,7 @@
 """How a plan is made: the net is traced, its memory and its steps are counted."""
 
 from bisect import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, gcd
 
@@ -38,6 +38,7 @@ class Plan:
     graphs: float  # of captured steps, outside of tensors
     total: float  # on a card
     times: Times
+    host: float  # seconds in which a rank's Python starts a step's kernels, 0 with graphs
     reaches_target: bool  # samples are what the reference needs, else train.max_samples
     samples: float
     val_count: int
@@ -69,10 +70,15 @@ def planned(cfg: Config, machine: Machine, footprints: dict[str, Footprint]) -> 
     times = step_time.times(cfg, layout, footprints, machine, rows)
     assumed = machine.assumed
     enabled = cfg.graph.enabled
-    graphs = 0.0
+    micros = ceil(cfg.train.global_batch / (gpus * rows))
+    nodes = memory.graph_nodes(cfg, layout, footprints, micros)
+    graphs = host = 0.0
     if enabled == "on" or (enabled == "auto" and machine.gpu.arch.startswith("sm")):  # as graphs.obstacle
-        nodes = memory.graph_nodes(cfg, layout, footprints, ceil(cfg.train.global_batch / (gpus * rows)))
+        nodes += sum(footprints[unit.kind].forward.kernels for unit in layout.units)  # of a validation batch
         graphs = len(arithmetic_of(cfg).phases) * nodes * assumed.graph_node_kb * KB
+    else:
+        host = micros * len(layout.units) * assumed.host_ms_per_region / 1e3 + nodes * assumed.host_us_per_kernel / 1e6
+        times = replace(times, step=max(times.step, host))
 
     val_count = (cfg.data.val_count or VAL_SAMPLES) if cfg.data.val else 0
     reference = samples_to_target(cfg) if val_count else None
@@ -87,6 +93,7 @@ def planned(cfg: Config, machine: Machine, footprints: dict[str, Footprint]) -> 
         graphs=graphs,
         total=instant.total * (1 + assumed.margin) + graphs + assumed.outside_gb * GB,
         times=times,
+        host=host,
         reaches_target=bool(reference),
         samples=samples,
         val_count=val_count,
@@ -133,6 +140,8 @@ def warnings(one: Plan) -> list[str]:
     departures = closed.departures(cfg, cfg.data.train_count or TRAIN_SAMPLES, one.val_count)
     if len(departures) < 5:  # else it is no benchmark run, and nobody takes it for one
         lines += [f"no benchmark result: {text}" for text in departures]
+    if one.host == one.times.step:
+        lines.append("the host is slower than the card: set parallel.region_blocks=2 or 4, or graph.enabled=on")
     if cfg.parallel.dtype == "fp32":
         lines.append("parallel.dtype=fp32: times are those of bf16; fp32 takes longer")
     padding = -one.val_count % (one.machine.gpus * cfg.eval.batch)
