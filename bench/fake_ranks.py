@@ -31,7 +31,7 @@ from tools.plan.plan import GB
 from tools.shared import communication
 
 STEP = "a step to be measured"
-COLLECTIVES = {  # that FSDP2 calls, by what they do; torch 2.14 renamed them
+COLLECTIVES = {  # functions that FSDP2 calls, and what they do; torch 2.14 calls those with new names
     "all_gather_into_tensor": "all_gather",
     "all_gather_single": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
@@ -58,7 +58,7 @@ def fake_world(size: int, rank: int = 0, node: int = 8, replicate: int = 0) -> I
 @contextmanager
 def counted(world: World) -> Iterator[Counter[str]]:
     """The bytes that a rank would send in rings, by collective."""
-    found = Counter[str]()
+    found = Counter[str](dict.fromkeys(COLLECTIVES.values(), 0))
     shards = world.mesh.size(-1)
 
     def counting(kind: str, collective: Callable) -> Callable:

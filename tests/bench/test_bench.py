@@ -48,7 +48,7 @@ WIDE = (  # activations and weights outweigh what a plan does not count
 def test_one_process_as_a_rank_of_eight_sends_and_holds_what_is_planned(tmp_path):
     for own in (
         ["--parallel.kept_regions=0"],
-        ["--parallel.kept_regions=-1", "--train.micro_batch=12"],
+        ["--parallel.kept_regions=-1", "--train.micro_batch=12", "--parallel.compile=true"],
         ["--parallel.region_blocks=2", "--parallel.reduce_dtype=bf16", "--parallel.replicate=2"],
     ):
         report = report_of(step, tmp_path, *WIDE, *own)

@@ -301,6 +301,21 @@ def test_every_gpu_of_the_table_loads_and_names_its_source():
     assert hardware.TABLE.read_text().count("https://") >= len(blocks)
 
 
+def test_without_graphs_a_step_takes_at_least_the_time_of_the_host():
+    """A micro model's kernels are so short that the host decides. Three micro-batches take it three times."""
+    machine = Machine(GPU, ASSUMED, 4)
+    captured = plan.make(SMALL, machine)
+    cfg = config_file.replace(SMALL, graph__enabled="off")
+    once, three, regions_of_2 = (
+        plan.make(config_file.replace(cfg, **values), machine)
+        for values in ({"train__micro_batch": 3}, {"train__micro_batch": 1}, {"parallel__region_blocks": 2})
+    )
+    assert captured.host == 0 < captured.graphs and once.graphs == 0 < once.host == once.times.step
+    assert three.host == pytest.approx(3 * once.host, rel=0.05) and regions_of_2.host < once.host
+    for one, slow in ((captured, False), (once, True)):
+        assert any("the host is slower than the card" in line for line in plan.warnings(one)) == slow
+
+
 # The command
 
 ARGS = [str(MICRO), "--gpus", "4", "--gpu", "h200"]
