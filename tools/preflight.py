@@ -31,43 +31,42 @@ from flux_ref.errors import Fault, Options, Refusal, between, leave, run
 from flux_ref.precision import fp8
 from tools.shared import json_option
 
-TIMES = 50
+LONG_S = 1.0  # of a measurement, in which a device that is too hot slows down
+TIMES = 50  # of a collective, alike on all ranks
 
 
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The mean time of a piece of work over a second or so, in which a device that is too hot slows down. sync."""
-    for count in (1, TIMES):  # the first does not count
+def seconds(work: Callable[[], object], device: torch.device, times: int = 0) -> float:
+    """The mean time of a piece of work that is done so many times, by default for LONG_S. sync."""
+
+    def spent(count: int) -> float:
         begin = time.perf_counter()
         for _ in range(count):
             work()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-    return (time.perf_counter() - begin) / TIMES
+        return time.perf_counter() - begin
+
+    spent(1)  # loads the kernel
+    times = times or max(1, round(LONG_S / spent(1)))
+    return spent(times) / times
 
 
-def sides(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input (M, K) and weight (N, K): of an MLP of FLUX.1-schnell and 16 samples; on a CPU a small product in fp32."""
-    rows, inputs, outputs = (2048, 512, 2048) if device.type == "cpu" else (8192, 3072, 12288)
+def multiply(device: torch.device, _: dist.ProcessGroup, in_fp8: bool = False) -> float:
+    """TFLOP/s of a product of an MLP of FLUX.1-schnell for 16 samples. On a CPU it is smaller and in fp32.
+
+    in_fp8: with one scale per tensor, else in bf16.
+    """
+    M, K, N = (512, 512, 2048) if device.type == "cpu" else (8192, 3072, 12288)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return torch.randn(rows, inputs, device=device, dtype=dtype), torch.randn(
-        outputs, inputs, device=device, dtype=dtype
-    )
-
-
-def multiply(device: torch.device, _: dist.ProcessGroup) -> float:
-    """TFLOP/s of a product, bf16 on an accelerator, fp32 on the CPU."""
-    x, weight = sides(device)
-    return 2 * x.numel() * len(weight) / seconds(lambda: x @ weight.t(), device) / 1e12
-
-
-def multiply_fp8(device: torch.device, _: dist.ProcessGroup) -> float:
-    """TFLOP/s of a product in FP8 with one scale per tensor."""
-    kind = fp8.support(fp8.architecture(device)).forward
-    x, weight = (side.to(kind) for side in sides(device))
+    x, weight = (torch.randn(rows, K, device=device, dtype=dtype) for rows in (M, N))
+    if in_fp8:
+        x, weight = (side.to(fp8.support(fp8.architecture(device)).forward) for side in (x, weight))
     one = torch.ones((), device=device)
-    return (
-        2 * x.numel() * len(weight) / seconds(lambda: fp8.scaled_mm(x, weight.t(), one, one, fast=True), device) / 1e12
-    )
+
+    def product() -> torch.Tensor:
+        return fp8.scaled_mm(x, weight.t(), one, one, fast=True) if in_fp8 else x @ weight.t()
+
+    return 2 * M * K * N / seconds(product, device) / 1e12
 
 
 def copy(device: torch.device, _: dist.ProcessGroup) -> float:
@@ -80,14 +79,14 @@ def copy(device: torch.device, _: dist.ProcessGroup) -> float:
 def all_reduce(device: torch.device, group: dist.ProcessGroup) -> float:
     """GB/s that a rank moves: 2 (n - 1) / n of the bytes over the time, the bus bandwidth."""
     tensor = torch.zeros((1 if device.type == "cpu" else 64) << 20, device=device)
-    span = seconds(lambda: dist.all_reduce(tensor, group=group), device)
+    span = seconds(lambda: dist.all_reduce(tensor, group=group), device, TIMES)
     return 2 * (1 - 1 / group.size()) * tensor.nbytes / span / 1e9
 
 
 DEVICES = "look at its devices' temperature, power limit, clocks and other programs"
 KINDS = {  # what is measured: how, its unit, the remedy
     "matrix product": (multiply, "TFLOP/s", DEVICES),
-    "matrix product in FP8": (multiply_fp8, "TFLOP/s", DEVICES),
+    "matrix product in FP8": (partial(multiply, in_fp8=True), "TFLOP/s", DEVICES),
     "copy of memory": (copy, "TB/s", DEVICES),
     "all-reduce inside the node": (all_reduce, "GB/s", "look at the links between its devices"),
     "all-reduce with a neighbour": (all_reduce, "GB/s", "look at its network cards, cables and switch ports"),

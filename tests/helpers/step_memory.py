@@ -8,10 +8,13 @@ count, since NCCL allocates nothing there.
 from pathlib import Path
 
 from conftest import ROOT, script
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from bench.fake_ranks import STEP, peaks
 from flux_ref import config, config_file, ranks, sharding
+from flux_ref.arithmetic import arithmetic_of
+from flux_ref.data import allocate
+from flux_ref.step import Health, train_step
 from flux_ref.step_runner import State, StepRunner
 from tools.plan import footprint, memory
 
@@ -34,6 +37,8 @@ CASES = {  # name: (ranks, micro-batch, overrides)
     "eager, HSDP 2 x 2, bf16, accumulated": (4, 2, f"{RESHARDED} {HSDP} {BF16}"),
     "eager, regions of 2, 3 ranks": (3, 4, f"{RESHARDED} --parallel.region_blocks=2"),
 }
+STEP = "a step to be measured"
+GLOO = ("c10d::", "gloo:")  # how the profiler names collectives, where they begin and in their threads
 CONFIG = ROOT / "configs" / "schnell_gbs512.toml"
 STEPS = 3
 
@@ -69,6 +74,51 @@ def main(name: str, out: str) -> int:
     if world.rank == 0:
         Path(out).write_text(str(max(found)))
     return 0
+
+
+def peaks(profiler: profile) -> list[int]:
+    """The most bytes that torch's allocator had handed out at a time, in each step that is marked STEP.
+
+    The profiler does not hear of what other threads free. Memory that is handed out a second time was free, and nothing
+    that a step makes outlives it. What else was not heard of can only raise a count, so that of equal steps the
+    smallest is the nearest.
+    """
+    todo = [(event, False) for event in profiler.profiler.kineto_results.experimental_event_tree()]
+    events = []
+    while todo:
+        event, in_gloo = todo.pop()
+        todo.extend((child, in_gloo or event.name.startswith(GLOO)) for child in event.children)
+        if event.tag == _EventType.Allocation and not (in_gloo and event.extra_fields.alloc_size > 0):
+            events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        elif event.name == STEP:
+            events.append((event.start_time_ns, None, 0))
+    lasting, passing, found = {}, {}, []
+    now = 0
+    for _, address, size in sorted(events, key=lambda event: event[0]):
+        if address is None:
+            now -= sum(passing.values())
+            passing.clear()
+            found.append(now)
+            continue
+        now -= lasting.pop(address, 0) + passing.pop(address, 0)
+        if size > 0:
+            (passing if found else lasting)[address] = size
+            now += size
+        if found:
+            found[-1] = max(found[-1], now)
+    return found
+
+
+def tensor_bytes(cfg: config.Config, world: ranks.World) -> int:
+    """The most bytes of a rank's tensors in an eager step of an optimizer that has its moments, on a CPU."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        state = State(sharding.build(cfg, world, None, arithmetic_of(cfg)), cfg, world)
+        health = Health(world.device)
+        batch, _ = (allocate(cfg.model, rows) for rows in (config.rank_batch(cfg, world.size), cfg.eval.batch))
+        for _ in range(2):
+            with record_function(STEP):
+                train_step(state.net, state.opt, batch, health, cfg)
+    return peaks(profiler)[1]
 
 
 def error(name: str, folder: Path) -> float:

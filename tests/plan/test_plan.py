@@ -11,7 +11,7 @@ from conftest import MICRO, ROOT, refusal
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.fake_ranks import fake_world, tensor_bytes
+from bench.fake_ranks import fake_world
 from flux_ref import config, config_file, sharding
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.data import allocate
@@ -211,7 +211,7 @@ def step_without_peers(name: str) -> tuple[float, float]:
     rows = config.micro_batch(cfg, gpus)
     layout, footprints = footprint.layout(cfg, gpus, node), footprint.trace(cfg, "cpu", rows)
     with fake_world(gpus, node=node) as world:
-        return memory.fullest(cfg, layout, footprints, gpus, rows).total, tensor_bytes(cfg, world)
+        return memory.fullest(cfg, layout, footprints, gpus, rows).total, step_memory.tensor_bytes(cfg, world)
 
 
 def test_memory_of_a_step_without_peers():

@@ -61,7 +61,7 @@ def test_options_that_make_no_sense_are_refused():
 def test_a_plan_takes_the_rates_that_were_measured(tmp_path, monkeypatch, capsys):
     """And shows a report of bench.step beside its own times."""
     rates, report = tmp_path / "rates.json", tmp_path / "step.json"
-    monkeypatch.setattr(preflight, "TIMES", 1)
+    monkeypatch.setattr(preflight, "LONG_S", 0.1)
     assert preflight.check([f"--json={rates}"]) == 0
     ranks.stop()
     found = json.loads(rates.read_text())
@@ -86,6 +86,7 @@ import os, time
 from tools import preflight
 
 def main(what, played):
+    preflight.LONG_S = 0.1
     os.environ["SLURMD_NODENAME"] = f"n{os.environ['RANK']}"
     os.environ["GROUP_RANK"] = os.environ["RANK"]
     if os.environ["RANK"] == "2":
