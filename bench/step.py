@@ -12,6 +12,7 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -40,6 +41,14 @@ from flux_ref.step_runner import State, StepRunner
 SPLIT_STEPS = 5
 PROFILED_STEPS = 3
 TOP = 20  # kernels in a report
+PARTS = (  # what a kernel, or an operation of a CPU, works for: the first pattern that its name has decides
+    ("elementwise", "^triton_(?!tem)"),  # the compiler names its kernels by all that it fused
+    ("links", "nccl|c10d|gloo"),
+    ("products", "gemm|nvjet|xmma|cutlass|splitk|cijk|flash|fmha|sdpa|attention|attn|bwd_kernel|triton_tem|mm$"),
+    ("copies", "copy|cat_cuda|catarray|memcpy|memset|fsdp"),
+    ("optimizer", "multi_tensor|foreach|adam"),
+    ("elementwise", ""),
+)
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -64,7 +73,7 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     run = graphs.runner(state, cfg, world)
     run.warm_up()
     feed = None
-    kernels = []
+    kernels: dict[str, object] = {}
     try:
         if world.device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats()  # a replay allocates nothing, its capture does
@@ -100,13 +109,14 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
         "peak_memory_gb": max(ranks.gather_objects(peak_memory_gb(world.device))),
         "tflop": ceiling.achieved(cfg, samples_per_s / world.size, clock),
         "last_loss": loss,
-        "kernels": kernels,
+        **kernels,
         **(fake_ranks.beside_plan(cfg, world, one_step) if args.fake_ranks else {}),
     }
 
 
-def profiled(task: Callable[[], object], path: Path, world: World) -> list[dict]:
-    """The TOP kernels of PROFILED_STEPS by their time, on a CPU operations without those that they call.
+def profiled(task: Callable[[], object], path: Path, world: World) -> dict[str, object]:
+    """The TOP kernels of PROFILED_STEPS by their time, and the sums of all by PARTS; of a CPU operations, without those
+    that they call.
 
     The trace of rank 0 goes to `path`. ms, calls: per step; streams overlap.
     """
@@ -118,11 +128,19 @@ def profiled(task: Callable[[], object], path: Path, world: World) -> list[dict]
     if world.rank == 0:
         profiler.export_chrome_trace(str(path))
     spent = "self_device_time_total" if has_device else "self_cpu_time_total"  # in microseconds
-    found = sorted(profiler.key_averages(), key=lambda one: getattr(one, spent), reverse=True)[:TOP]
-    return [
-        {"name": one.key, "ms": getattr(one, spent) / 1e3 / PROFILED_STEPS, "calls": one.count / PROFILED_STEPS}
-        for one in found
-    ]
+    found = sorted(profiler.key_averages(), key=lambda one: getattr(one, spent), reverse=True)
+    parts = {part: 0.0 for part, _ in PARTS}
+    kernels = []
+    for one in found:
+        ms = getattr(one, spent) / 1e3 / PROFILED_STEPS
+        parts[part_of(one.key)] += ms
+        kernels.append({"name": one.key, "ms": ms, "calls": one.count / PROFILED_STEPS})
+    return {"kernels": kernels[:TOP], "parts_ms": parts}
+
+
+def part_of(kernel: str) -> str:
+    """What a kernel, or an operation of a CPU, works for, by its name."""
+    return next(part for part, pattern in PARTS if re.search(pattern, kernel.lower()))
 
 
 def data_set(cfg: Config, world: World) -> TrainSet:

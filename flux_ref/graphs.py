@@ -221,9 +221,9 @@ def measured(runner: StepRunner, weights: list[Tensor]) -> Figures:
             after = f"step {number} in phase {phase}"
             found[f"loss of {after}"] = float(runner.loss)
             found[f"norm of {after}"] = float(runner.grad_norm)
-            for kind, tensors in opt.states().items():
-                found[f"sum of {kind} after {after}"] = sum(map(size, tensors))
-            found[f"sum of changes of weights by {after}"] = sum(map(moved, opt.shards, weights))
+            changes = (shard.detach() - weight.to(shard.device) for shard, weight in zip(opt.shards, weights))
+            for kind, tensors in (*opt.states().items(), ("changes of weights", changes)):
+                found[f"sum of {kind} after {after}"] = sum(float(tensor.abs().sum()) for tensor in tensors)
         for shard, weight in zip(opt.shards, weights):
             shard.detach().copy_(weight)
         runner.sums.zero_()
@@ -232,16 +232,6 @@ def measured(runner: StepRunner, weights: list[Tensor]) -> Figures:
         runner.sharded()
     runner.state.set_counters(0, 0)
     return found
-
-
-def size(tensor: Tensor) -> float:
-    """The sum of all magnitudes. sync: the host reads it."""
-    return float(tensor.detach().abs().sum())
-
-
-def moved(shard: Tensor, weight: Tensor) -> float:
-    """How far a shard is from its copy on the host. sync: the host reads it."""
-    return size(shard - weight.to(shard.device))
 
 
 def require_equal(found: Figures, want: Figures, again: Figures) -> None:

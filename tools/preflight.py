@@ -84,7 +84,7 @@ def all_reduce(device: torch.device, group: dist.ProcessGroup) -> float:
 
 
 DEVICES = "look at its devices' temperature, power limit, clocks and other programs"
-KINDS = {  # what is measured: how, its unit, the remedy
+KINDS: dict[str, tuple[Callable[..., float], str, str]] = {  # what is measured: how, its unit, the remedy
     "matrix product": (multiply, "TFLOP/s", DEVICES),
     "matrix product in FP8": (partial(multiply, in_fp8=True), "TFLOP/s", DEVICES),
     "copy of memory": (copy, "TB/s", DEVICES),

@@ -34,7 +34,9 @@ def test_report_of_a_step_is_whole_and_plausible(tmp_path, shapes_dir):
     assert tflop["per_s_per_rank"] == pytest.approx(tflop["per_sample"] * report["samples_per_s"])
     assert 0 < tflop["share_of_ceiling"] < 1 and 0 < report["last_loss"] < 10
     assert len(report["kernels"]) == step.TOP and any("aten::" in kernel["name"] for kernel in report["kernels"])
-    assert ms["min"] / 100 < sum(kernel["ms"] for kernel in report["kernels"]) < 10 * ms["max"]
+    top, parts = sum(kernel["ms"] for kernel in report["kernels"]), report["parts_ms"]
+    assert ms["min"] / 100 < top <= sum(parts.values()) < 10 * ms["max"]
+    assert min(parts[part] for part in ("products", "elementwise", "copies", "optimizer")) > 0
     assert json.loads(trace.read_text())["traceEvents"]
 
 
@@ -42,6 +44,31 @@ WIDE = (  # activations and weights outweigh what a plan does not count
     *("--model.hidden=192", "--model.heads=3", "--model.rope_axes=[16,24,24]", "--model.text_tokens=24"),
     *("--model.single_blocks=4", "--eval.batch=1", "--train.global_batch=192", "--parallel.dtype=fp32"),
 )
+
+
+def test_kernels_are_told_apart_by_their_names():
+    """Names that torch's profiler gives on NVIDIA, on AMD, of Triton's kernels and of a CPU's operations."""
+    names = {
+        "products": (
+            "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_bias_TNN sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n cutlass::Kernel2"
+            " Cijk_Ailk_Bljk_BBS_BH_MT256x256x64 flash_fwd_kernel cudnn_generated_fort_native_sdpa_sm90_flash_bprop"
+            " attn_fwd bwd_kernel_dk_dv ck_tile::FmhaBwdDQDKDVKernel aten::addmm triton_tem_fused_mm_0"
+            " aten::_scaled_dot_product_flash_attention_for_cpu_backward flux_ref::scaled_mm"
+        ),
+        "elementwise": (
+            "triton_poi_fused__to_copy_mul_0 triton_red_fused_addmm_native_layer_norm_3 aten::mul"
+            " vectorized_elementwise_kernel<4,gelu>"
+        ),
+        "links": "ncclDevKernel_AllGather_RING_LL c10d::_allgather_base_ ncclDevKernel_Generic_1",
+        "copies": (
+            "split_with_sizes_copy_out_contiguous_no_cast_kernel chunk_cat_cuda_kernel aten::copy_ FSDP::copy_in"
+            " multi_tensor_apply_kernel<CopyFunctor> Memcpy&DtoD"
+        ),
+        "optimizer": "multi_tensor_apply_kernel<FusedAdamMathFunctor> aten::_fused_adamw_ aten::_foreach_norm",
+    }
+    assert {part: [name for name in found.split() if step.part_of(name) != part] for part, found in names.items()} == {
+        part: [] for part in names
+    }
 
 
 BF16 = ("--parallel.dtype=bf16", "--parallel.reduce_dtype=bf16", "--train.global_batch=64")  # a CPU may be slow in bf16

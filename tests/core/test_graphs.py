@@ -267,8 +267,8 @@ def test_whatever_a_graph_keeps_of_its_capture_is_told(log, make, monkeypatch):
             steps.capture()
         told[name] = str(caught.value)
     assert "loss of step 1" in told["batch"] and "norm of step 2" in told["gradients"]
-    assert "another sum of changes of weights by step 1 in phase 0 than the eager step" in told["trains"]
-    assert "another sum of changes of weights by step 3" in told["rate 0"] and "norm of step 1" not in told["early"]
+    assert "another sum of changes of weights after step 1 in phase 0 than the eager step" in told["trains"]
+    assert "another sum of changes of weights after step 3" in told["rate 0"] and "norm of step 1" not in told["early"]
     for name in ("early", "clip", "moments"):
         assert "another sum of exp_avg after step " in told[name], told
 

@@ -16,7 +16,7 @@ from flux_ref import ranks
 from tools import preflight
 from tools.plan import commands
 
-SPANS = ("forward", "backward", "optimizer")
+PARTS = ("products", "elementwise", "copies", "links", "optimizer")
 
 
 def test_the_node_far_below_the_median_is_named_and_no_other():
@@ -66,17 +66,18 @@ def test_a_plan_takes_the_rates_that_were_measured(tmp_path, monkeypatch, capsys
     ranks.stop()
     found = json.loads(rates.read_text())
     assert found["arch"] == "cpu" and found["fp8_tflops"] == 0 and found["node"] == 1 and found["bf16_tflops"] > 0
-    report.write_text(json.dumps({"step_ms": {"median": 1.0}, "split_ms": dict.fromkeys(SPANS, 0.5)}))
+    report.write_text(json.dumps({"step_ms": {"median": 1.0}, "parts_ms": dict.fromkeys(PARTS, 0.5)}))
     argv = [str(MICRO), f"--measured={rates}"]
     assert commands.main([*argv, "--gpus=1", f"--step={report}"]) == 0
     out = capsys.readouterr().out
     assert f"measured,{rates};timesmaybeoffbyafactorof1.1" in "".join(out.split())  # lines break at hyphens, too
-    assert re.search(r"forward and backward +\d+\.\d ms planned +1\.0 ms measured", out), out
+    rows = dict(re.findall(r"^  (\w+) +(\d+\.\d) ms planned +0\.5 ms measured$", out, re.M))
+    assert tuple(rows) == PARTS and float(rows["products"]) > float(rows["optimizer"]) > float(rows["links"]) == 0, out
     assert "has no rate of the links that 8 GPUs use" in refusal(commands.main, [*argv, "--gpus=8"])
     rates.write_text('{"arch": "cpu"}')
-    assert "lacks the rate memory_gb" in refusal(commands.main, [*argv, "--gpus=1"])
+    assert "lacks the rate 'memory_gb'" in refusal(commands.main, [*argv, "--gpus=1"])
     report.write_text('{"a": 1}')
-    assert "the report lacks 'split_ms'" in refusal(
+    assert "the report lacks 'step_ms'" in refusal(
         commands.main, [str(MICRO), "--gpu=h200", "--gpus=1", f"--step={report}"]
     )
 

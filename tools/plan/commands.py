@@ -5,7 +5,7 @@
     python -m tools.plan CONFIG --gpus 8 --measured FILE [--step REPORT] ...
 
 --measured takes the rates that tools.preflight --json wrote on these machines in place of a card's datasheet and of
-shares that were fitted elsewhere. --step shows a report of bench.step beside the plan.
+shares that were fitted elsewhere. --step shows the parts of a report of bench.step --profile beside the plan.
 --layouts searches train.micro_batch, parallel.activation_budget and parallel.kept_regions for the fastest steps that
 fit the card. Where the config itself does not fit, the search runs by itself.
 
@@ -20,7 +20,7 @@ from flux_ref.benchmark.closed import TRAIN_SAMPLES
 from flux_ref.config import EvalConfig
 from flux_ref.errors import Options, Refusal, between
 from flux_ref.precision import policy
-from tools.plan import hardware, plan
+from tools.plan import hardware, plan, step_time
 from tools.plan.memory import checkpoint_bytes
 from tools.plan.plan import GB, Plan
 from tools.plan.public import PLANNED
@@ -88,26 +88,16 @@ def memory(one: Plan) -> list[str]:
 
 def beside(one: Plan, report: dict) -> list[str]:
     """The parts of a plan and of a report of bench.step in turn. Raises: Refusal."""
+    parts = step_time.parts(one.cfg, one.layout, one.footprints, one.machine, one.rows)
+    planned = {"step": one.times.step, **parts}
     try:
-        spans = report["split_ms"]
-        measured = {
-            "step": report["step_ms"]["median"],
-            "forward and backward": spans["forward"] + spans["backward"],
-            "optimizer": spans["optimizer"],
-        }
+        measured = {"step": report["step_ms"]["median"], **report["parts_ms"]}
+        return [
+            f"  {part:<12}{1e3 * seconds:9.1f} ms planned {measured[part]:9.1f} ms measured"
+            for part, seconds in planned.items()
+        ]
     except (KeyError, TypeError) as error:
-        raise Refusal(f"--step: the report lacks {error}; give one of bench.step --json") from None
-    times = one.times
-    planned = {
-        "step": times.step,
-        "forward and backward": times.compute - times.optimizer,
-        "optimizer": times.optimizer,
-    }
-    return [
-        f"  {part:<21}{1e3 * seconds:9.1f} ms planned {measured[part]:9.1f} ms measured"
-        f" {1e3 * seconds / measured[part] - 1:+7.0%}"
-        for part, seconds in planned.items()
-    ]
+        raise Refusal(f"--step: the report lacks {error}; write it with bench.step --profile --json") from None
 
 
 def layouts(found: list[Plan]) -> list[str]:

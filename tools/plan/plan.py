@@ -38,6 +38,7 @@ class Plan:
     graphs: float  # of captured steps, outside of tensors
     total: float  # on a card
     times: Times
+    footprints: dict[str, Footprint]
     host: float  # seconds in which a rank's Python starts a step's kernels, 0 with graphs
     reaches_target: bool  # samples are what the reference needs, else train.max_samples
     samples: float
@@ -93,6 +94,7 @@ def planned(cfg: Config, machine: Machine, footprints: dict[str, Footprint]) -> 
         graphs=graphs,
         total=instant.total * (1 + assumed.margin) + graphs + assumed.outside_gb * GB,
         times=times,
+        footprints=footprints,
         host=host,
         reaches_target=bool(reference),
         samples=samples,

@@ -134,3 +134,21 @@ def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine
         all_reduce=sum_replicas(*units),
         validation=max(evaluated * cfg.eval.batch / rows, gather(*again)),
     )
+
+
+def parts(
+    cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int
+) -> dict[str, float]:
+    """Seconds of a step by what is done in them. Links work while the card computes."""
+    idle = {kind: Footprint(*(work._replace(moved=0.0) for work in both)) for kind, both in footprints.items()}
+    without = Footprint(*2 * [Pass(0.0, 0.0, 0.0, ())])
+    whole, products, copies = (
+        times(cfg, layout, each, machine, rows) for each in (footprints, idle, dict.fromkeys(footprints, without))
+    )
+    return {
+        "products": products.compute - copies.compute,
+        "elementwise": whole.compute - products.compute,
+        "copies": copies.compute - whole.optimizer,  # of weights and gradients, by FSDP2
+        "links": whole.all_gather + whole.reduce_scatter + whole.all_reduce,
+        "optimizer": whole.optimizer,
+    }
