@@ -12,7 +12,7 @@ from checking import checked
 from conftest import ROOT
 
 from tools.golden import check as check_module
-from tools.golden.files import FOLDER, INDEX, VALUES, Golden
+from tools.golden.files import FOLDER, INDEX, MISTAKES, VALUES, Golden
 
 KEPT = Golden(FOLDER)
 read = KEPT.arrays.__getitem__
@@ -22,6 +22,11 @@ read = KEPT.arrays.__getitem__
 def check(tmp_path, capsys):
     """check(dump, *options)"""
     return lambda dump, *options: checked(dump, tmp_path, capsys, *options)
+
+
+def in_bf16(x: np.ndarray) -> np.ndarray:
+    """Rounded to bf16, which is within a tolerance of bf16."""
+    return torch.from_numpy(x.copy()).bfloat16().float().numpy()
 
 
 def values(*names: str) -> dict[str, np.ndarray]:
@@ -40,6 +45,11 @@ def test_how_a_value_differs_and_what_is_known_there(check):
         ("img_in", lambda x: x + 1, r"tolerance: [\d.e-]+ \+ 0 \* \|golden\| \(fp32 sums in any order"),
         ("step1.weights.img_in.weight", np.transpose, r"shape is \[28, 24\], want \[24, 28\]\n"),
         ("draws.t", lambda x: x.astype(np.int64), r"dtype is int64, want fp32\n"),
+        ("bf16.prediction", lambda x: x.astype(np.float16), r"dtype is float16, want bf16\n"),
+        ("img_in", lambda x: x.astype(np.float64), r"dtype is float64, want fp32\n"),
+        ("draws.words.0", lambda x: x.astype(np.float64), r"dtype is float64, want uint64\n"),
+        ("img_in", lambda x: x + 0 * np.inf, r"720 of them NaN(.|\n)*    - a division by 0, a root of a negative"),
+        ("bf16.target", in_bf16, r"known mistakes:\n    - the target is rounded to bf16"),
     ):
         result = check({name: np.asarray(change(read(name)))})
         if result.code != 1 or result.first != name or not re.search(text, result.text):
@@ -63,7 +73,38 @@ def test_tolerated_differences_agree(check):
     assert len(words) == 6 and check({name: read(name).view(np.int64) for name in words}).code == 0
     codes = {"fp8.x.bits": torch.from_numpy(read("fp8.x.bits")).view(torch.float8_e4m3fn)}
     assert check(codes | {"loss": read("loss").reshape(1)}).code == 0
-    assert check({"img_in": read("img_in").astype(np.float64) * (1 + 1e-6)}).code == 0
+    assert check({"img_in": read("img_in") * np.float32(1 + 1e-6)}).code == 0
+    assert check({"draws.order.0": read("draws.order.0").astype(np.int16)}).code == 0
+
+
+def test_the_loss_in_bf16_is_that_of_the_same_prediction(check):
+    """A target that is rounded to bf16 changes a loss by less than bf16's tolerance."""
+    prediction, target = read("bf16.prediction"), read("target")
+    for rounded, code in ((target, 0), (in_bf16(target), 1)):
+        losses = np.square(prediction - rounded).mean((1, 2))
+        result = check({"bf16.prediction": prediction, "bf16.losses": losses})
+        assert result.code == code and ("of your own bf16.prediction" in result.text) == bool(code), result.text
+    assert check({"bf16.losses": losses}).code == 0
+
+
+def test_a_step_in_bf16_shows_what_is_kept_in_bf16(check):
+    for name in ("grad", "weights"):
+        name = f"bf16.step.{name}.final_layer.linear.weight"
+        result = check({name: in_bf16(read(name))})
+        assert result.code == 1 and "all its numbers are bf16" in result.text, result.text
+
+
+def test_the_mistake_whose_difference_is_as_large_comes_first(check, monkeypatch):
+    known = {"prediction": {"half of it": 0.5, "a tenth of it": 0.1, "it is 4 % off": 0.04}}
+    monkeypatch.setattr(check_module, "read_json", lambda *_: known)
+    text = check({"prediction": read("prediction") * np.float32(1.041)}).text
+    assert "known mistakes:\n    - it is 4 % off (this mistake has a difference of this size)\n    - weight" in text
+    assert "half" not in text and "a tenth" not in text
+
+
+def test_with_all_nothing_may_be_missing(check):
+    assert check(values("rope")).code == 0 and check(values("rope"), "--all").code == 1
+    assert check(values(*KEPT.arrays), "--all").code == 0
 
 
 def test_names_that_are_missing_or_unknown_are_told(check):
@@ -76,12 +117,28 @@ def test_names_that_are_missing_or_unknown_are_told(check):
     assert result.code == 2 and "none of its 1 names is known" in result.err
 
 
-def test_a_dump_is_compared_without_torch():
-    program = (
-        "import sys; sys.modules['torch'] = None; from tools.golden.check import main;"
-        f" sys.exit(main([{str(FOLDER / VALUES)!r}]))"
+# Packages that are not named do not exist.
+BARE = """
+import sys
+
+class Bare:
+    def find_spec(self, name, path, target=None):
+        known = {*sys.stdlib_module_names, "numpy", "safetensors", "tqdm", "flux_ref", "tools"}
+        if name.partition(".")[0] not in known:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Bare())
+from tools.golden.check import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_dump_is_compared_with_the_packages_that_the_page_names():
+    page = (ROOT / "PORTING.md").read_text()
+    assert "Python and `pip install numpy safetensors tqdm`" in page
+    done = subprocess.run(
+        [sys.executable, "-c", BARE, FOLDER / VALUES], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and " 0 differ, 0 missing" in done.stdout, done.stderr
 
 
@@ -90,7 +147,12 @@ def test_damage_is_one_line(tmp_path, capsys, monkeypatch):
     whole = (FOLDER / VALUES).read_bytes()
     strange = safetensors.torch.save({"rope": torch.zeros(1, dtype=torch.complex64)})
     monkeypatch.setattr(check_module, "FOLDER", tmp_path)
+    (tmp_path / MISTAKES).write_text("{}")
+    for path in (VALUES, INDEX):
+        (tmp_path / path).write_bytes((FOLDER / path).read_bytes())
+    assert check_module.main([str(tmp_path)]) == 2 and "is a folder" in capsys.readouterr().err
     for name, content, text in (
+        ("dump", b"", "is not a whole safetensors file"),
         ("dump", whole[:-1], "is not a whole safetensors file"),
         ("dump", b"PK\x03\x04" + bytes(200), "is not a whole safetensors file"),
         ("dump", strange, "has dtype C64"),

@@ -1,15 +1,18 @@
 """Golden values: what a small run computes at every place, for ports to compare themselves with.
 
     python -m tools.golden dump.safetensors    a port's values, under the same names; any part of them
+    python -m tools.golden dump.safetensors --all      the same; a value that is missing counts as one that differs
     python -m tools.golden.record              what this code computes
     python -m tools.golden.record --write      write tests/golden anew, after a change that is meant
 
 golden.safetensors holds the values. index.json lists them in order of computation, says what each is and how far a
 port may be off. The commands print a table of the values that differ, and for the first of them what it is and which
-mistakes are known there. The first command needs numpy and safetensors, no torch. Exit codes: 0 all given values agree,
-1 some differ, 2 nothing could be compared.
+mistakes are known there. Those come first whose difference, as mistakes.json knows it, has the same size. The first
+command needs numpy, safetensors and tqdm, no torch. Exit codes: 0 all given values agree, 1 some differ, 2 nothing
+could be compared.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,24 +20,36 @@ import numpy as np
 
 from flux_ref import errors
 from flux_ref.errors import Options, Refusal
+from flux_ref.files import read_json
 from tools.golden import places
-from tools.golden.files import FOLDER, INDEX, Golden, Value, Values, read_tensors
+from tools.golden.files import FOLDER, INDEX, MISTAKES, Golden, Value, Values, read_tensors
 
 NAMES_SHOWN = 20  # of a longer list
-ACCEPTED = {"f": "f", "i": "iu", "u": "iu", "b": "bu"}  # kind of a golden array -> kinds that a dump may hold
+INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+ACCEPTED = {  # dtype of a value -> dtypes of numpy that a dump may hold; bf16 is read as float32
+    "fp32": ("float32",),
+    "bf16": ("float32",),
+    "int64": INTEGERS,
+    "uint64": ("int64", "uint64"),
+    "uint8": ("uint8",),
+    "bool": ("bool", "uint8"),
+}
+ALIKE = 0.05  # two differences of one mistake in two programs, as a share of their size
+OWN_LOSSES = 5e-6  # relative: of losses in bf16 and those that follow from the same prediction
 
 
 class Difference(NamedTuple):
-    """A value that is off: how far in words, and where it is worst."""
+    """A value that is off: how far in words, where it is worst, and the difference as a share of the golden value."""
 
     value: Value
     words: str
     worst: str = ""
+    rms: float = 0.0
 
 
 def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | None:
     """How a value is off; None if it agrees. want: the golden one. NaN differs from all."""
-    if yours.dtype.kind not in ACCEPTED[want.dtype.kind]:
+    if yours.dtype.name not in ACCEPTED[value.dtype]:
         return Difference(value, f"its dtype is {yours.dtype}, want {value.dtype}")
     if yours.shape != want.shape and (yours.shape, want.shape) != ((1,), ()):  # some frameworks have no scalars
         return Difference(value, f"its shape is {list(yours.shape)}, want {value.shape}")
@@ -46,9 +61,17 @@ def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | N
         wrong = is_off(yours, want, value.atol, value.rtol)
         if wrong.any():
             return measured(value, want, yours, wrong)
-    if value.dtype == "bf16" and (np.frexp(yours)[0] * 2**8 % 1 != 0).any():  # bf16 keeps 8 bits
+    if value.dtype == "bf16" and not is_bf16(yours):
         return Difference(value, "it holds numbers that are not bf16; computed in fp32?")
+    if value.dtype == "fp32" and is_bf16(yours) and not is_bf16(want):
+        return Difference(value, "all its numbers are bf16, and it is fp32; is it rounded to bf16?")
     return None
+
+
+def is_bf16(array: np.ndarray) -> bool:
+    """Whether all numbers are those of bf16, which keeps 8 bits."""
+    finite = np.frexp(array[np.isfinite(array)])[0]
+    return not (finite * 2**8 % 1).any()
 
 
 def is_off(yours: np.ndarray, want: np.ndarray, atol: float, rtol: float) -> np.ndarray:
@@ -61,15 +84,38 @@ def is_off(yours: np.ndarray, want: np.ndarray, atol: float, rtol: float) -> np.
 def measured(value: Value, want: np.ndarray, yours: np.ndarray, wrong: np.ndarray) -> Difference:
     """How far two arrays of one shape differ where they are wrong."""
     words = f"{wrong.sum()} of {wrong.size} elements"
+    rms = relative_rms(want, yours)
+    if bad := np.count_nonzero(yours != yours):
+        words += f", {bad} of them NaN"
     worst = wrong  # of an exact value: the first one
     if value.atol or value.rtol:
         off = np.abs(yours - want)
         ratio = np.nan_to_num(off / (value.atol + value.rtol * np.abs(want)), nan=np.inf, posinf=np.inf)
         worst = np.where(wrong, ratio, 0.0)
-        rms = np.sqrt(np.square(off).mean() / np.square(want).mean())
         words += f", up to {worst.max():.3g} x tolerance, rms {rms:.2g}"
     place = tuple(map(int, np.unravel_index(worst.argmax(), worst.shape)))
-    return Difference(value, words, f"worst at {list(place)}: yours {yours[place]}, golden {want[place]}")
+    return Difference(value, words, f"worst at {list(place)}: yours {yours[place]}, golden {want[place]}", rms)
+
+
+def relative_rms(want: np.ndarray, yours: np.ndarray) -> float:
+    """The difference's root mean square, as a share of the golden value's."""
+    want, yours = want.astype(np.float64), yours.astype(np.float64)
+    return float(np.sqrt(np.square(yours - want).mean() / np.square(want).mean()))
+
+
+def own_losses(golden: Golden, dump: Values) -> Difference | None:
+    """How bf16.losses differ from what follows from the dump's own prediction; None if they agree or are not there.
+
+    bf16's tolerance would hide how a loss is computed.
+    """
+    prediction, losses = dump.get("bf16.prediction"), dump.get("bf16.losses")
+    target = golden.arrays["target"]
+    if prediction is None or losses is None or prediction.shape != target.shape:
+        return None
+    own = np.square(prediction - target.astype(np.float64)).mean((1, 2))
+    value = next(value for value in golden.values if value.name == "bf16.losses")
+    meaning = "mean squared error of each sample of your own bf16.prediction"
+    return compare(replace(value, rtol=OWN_LOSSES, meaning=meaning, why="a mean in fp32"), own, losses)
 
 
 def report(golden: Golden, dump: Values) -> tuple[int, int, int]:
@@ -78,6 +124,8 @@ def report(golden: Golden, dump: Values) -> tuple[int, int, int]:
     common = [value for value in golden.values if value.name in dump]
     found = [compare(value, golden.arrays[value.name], dump[value.name]) for value in common]
     differences = [difference for difference in found if difference]
+    if not differences and (own := own_losses(golden, dump)):
+        differences = [own]
     missing = [value.name for value in golden.values if value.name not in dump and not value.given]
     unknown = [errors.printable(name)[:100] for name in sorted(dump.keys() - golden.arrays.keys())]
 
@@ -97,7 +145,7 @@ def explain(golden: Golden, differences: list[Difference]) -> None:
     for found in differences:
         print(f"  {found.value.name:{width}}  {found.words}")
 
-    value, _, worst = differences[0]
+    value, _, worst, _ = differences[0]
     print(f"\nfirst difference: {value.name}, {value.shape} {value.dtype}")
     print(f"  {value.meaning}")
     print(f"  tolerance: {value.atol:.3g} + {value.rtol:.3g} * |golden| ({value.why})")
@@ -107,21 +155,37 @@ def explain(golden: Golden, differences: list[Difference]) -> None:
         print("  one norm per parameter, in the order of `parameters` in the index")
 
     print("  known mistakes:")
-    for hint in places.place(value.name).hints:
-        print(f"    - {hint}")
+    for cause in causes(differences[0]):
+        print(f"    - {cause}")
+
+
+def causes(found: Difference) -> list[str]:
+    """What may be wrong, the most likely first: mistakes whose difference has this size, then those of the place."""
+    hints = places.place(found.value.name).hints
+    if "NaN" in found.words:
+        return ["a division by 0, a root of a negative number, or exp of a large one"]
+    if not found.rms:
+        return hints
+    known = read_json(FOLDER / MISTAKES, "table of mistakes").get(found.value.name, {})
+    like = {cause: abs(rms / found.rms - 1) for cause, rms in known.items()}
+    alike = sorted((cause for cause in like if like[cause] < ALIKE), key=like.__getitem__)
+    return [f"{cause} (this mistake has a difference of this size)" for cause in alike] + [
+        hint for hint in hints if hint not in alike
+    ]
 
 
 def run(argv: list[str]) -> int:
     """Compare a dump. Returns the exit code. Raises: Refusal."""
     parser = Options("python -m tools.golden", __doc__)
     parser.add_argument("dump", type=Path, help="a safetensors file")
+    parser.add_argument("--all", action="store_true", help="a value that is missing counts as one that differs")
     args = parser.parse_args(argv)
     golden = Golden(FOLDER)
     dump = read_tensors(args.dump)
     if not dump.keys() & golden.arrays.keys():
         raise Refusal(f"{args.dump}: none of its {len(dump)} names is known; {FOLDER / INDEX} lists all names")
-    differ, _, _ = report(golden, dump)
-    return 1 if differ else 0
+    differ, missing, _ = report(golden, dump)
+    return 1 if differ or (args.all and missing) else 0
 
 
 def main(argv: list[str]) -> int:

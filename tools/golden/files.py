@@ -14,6 +14,7 @@ from flux_ref.files import read_json
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 VALUES = "golden.safetensors"
 INDEX = "index.json"
+MISTAKES = "mistakes.json"  # {name of a value: {what is wrong: relative rms of its difference there}}
 CONFIG = "config.toml"
 DATA = "data"
 Values = dict[str, np.ndarray]
@@ -77,6 +78,8 @@ def read_tensors(path: Path) -> Values:
 
     Raises: Refusal for a file that is not a whole safetensors file, or that holds another dtype than READ_AS.
     """
+    if path.is_dir():
+        raise Refusal(f"{path} is a folder; give the safetensors file itself")
     try:
         entries = safetensors.deserialize(path.read_bytes())
     except safetensors.SafetensorError as error:

@@ -17,7 +17,7 @@ from tools.golden.forward import Tensors, given_tensors, named, passed, plain
 LAYER = "single_blocks.0.linear1"  # as a policy names a linear; any will do
 KEPT = re.compile(
     r"time_waves|rope|vec|(double|single)_blocks\.\d+(\.img|\.txt)?|(double|single)_blocks\.0\.attention\.q"
-    r"|x_t|prediction|loss.*|grad\.norms"
+    r"|x_t|target|prediction|loss.*|grad\.norms"
 )
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -44,12 +44,16 @@ def operations(cfg: Config, given: Values) -> Tensors:
     both = model.QKNorm(16)
     both.query_norm.scale = both.key_norm.scale = nn.Parameter(x["rope.norm"])
 
+    scaled = model.RMSNorm(16)
+    scaled.scale = nn.Parameter(fed["rms_norm.scale"])
+
     # The latent is zero, so the target is the noise.
     target = fed["loss.target"]
     batch = {name: torch.zeros(1) for name in ("logvar", "latent_eps", "t5", "clip", "t")}
     batch["mean"] = torch.full((1,), latents.SHIFT)
     batch["noise"] = latents.unpack(target, 4, 6)
     results = {
+        "rms_norm": scaled.bfloat16()(x["rope.x"]),
         "modulate": model.modulate(x["modulate.x"], x["modulate.shift"], x["modulate.scale"]),
         "rope": model.apply_rope(both.query_norm(x["rope.x"]), table),
         "qk": torch.stack(both(*[x["rope.x"].flatten(-2)] * 3, table)[:2]),

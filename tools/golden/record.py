@@ -30,7 +30,18 @@ from tools.golden.draws import draws, full_draws, full_net
 from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden, Value, Values, checksum
 from tools.golden.forward import Recorded
 from tools.golden.precision import bf16, fp8_edges, fp8_linear, operations
-from tools.golden.training import BATCH, CPU, clipping, init, on_two_ranks, training, validation
+from tools.golden.training import (
+    BATCH,
+    CPU,
+    clipping,
+    far,
+    init,
+    later_validation,
+    on_two_ranks,
+    step_in_bf16,
+    training,
+    validation,
+)
 
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}  # others: as torch names them
 
@@ -45,10 +56,13 @@ def record(given: Values) -> dict[str, tuple[str, np.ndarray]]:
         values |= given
         values |= init(cfg, world)
         values |= training(cfg, world, given)
+        values |= far(cfg)
         values |= on_two_ranks(cfg, world, given)
         values |= validation(cfg, world, given)
+        values |= later_validation(cfg, world, given)
         values |= operations(cfg, given)
         values |= bf16(cfg, given, {name: values[f"batch.{name}"] for name in BATCH})
+        values |= step_in_bf16(cfg, world, given)
         values |= fp8_edges(given)
         values |= fp8_linear(given)
     values |= full_net()

@@ -3,10 +3,13 @@
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import count
+from typing import cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flux_ref import config_file, data, evaluate, flow, optim, schedule, sharding, shards, step, step_runner
 from flux_ref.config import Config
@@ -26,6 +29,8 @@ BATCH = (*shards.MEMBERS, "t", "latent_eps", "noise")
 PARTS = {"train__global_batch": 4, "train__micro_batch": 1}  # of the run on two ranks
 RANKS = 2
 RANKS_STEP = 1  # has the positions 4 to 7: the first epoch ends inside of rank 0
+FAR_STEP = places.inputs_of("far.t")["positions"][0] // 2  # one caption is just dropped, the other one just kept
+WEIGHT = "final_layer.linear.weight"
 
 
 def start(cfg: Config, world: World, given: Values) -> State:
@@ -146,6 +151,41 @@ def on_two_ranks(cfg: Config, world: World, given: Values) -> Recorded:
     values: Recorded = {name: np.stack([row[name] for row in each]) for name in each[0]}
     sizes = norms(gradients(net))
     return named("ranks", values | {"mean_loss": values["loss"].mean(), "grad.norms": sizes, "grad_norm": sizes.norm()})
+
+
+def far(cfg: Config) -> Recorded:
+    """The batch of a late step, as a run takes it that goes on there."""
+    rows, batch = next(batches(cfg, 0, 1, FAR_STEP))
+    return named("far", rows | {name: batch[name] for name in ("t5", "clip")})
+
+
+def step_in_bf16(cfg: Config, world: World, given: Values) -> Tensors:
+    """A step of two micro-batches in bf16: the gradient that they add up to, and a weight after the step."""
+    cfg = config_file.replace(cfg, parallel__dtype="bf16", train__micro_batch=1)
+    state = start(cfg, world, given)
+    state.opt.lr.fill_(schedule.lr(0, cfg.optim))
+    _, batch = next(batches(cfg, 0, 1, 0))
+    update = state.opt.step
+    values = {}
+
+    def noted() -> Tensor:
+        gradient = cast(DTensor, sharding.named_parameters(state.net)[WEIGHT].grad)
+        values[f"grad.{WEIGHT}"] = gradient.to_local().clone()
+        return update()
+
+    with patch.object(state.opt, "step", noted):
+        step.train_step(state.net, state.opt, batch, Health(CPU), cfg)
+    return named("bf16.step", values | {f"weights.{WEIGHT}": local(state.net)[WEIGHT]})
+
+
+def later_validation(cfg: Config, world: World, given: Values) -> Tensors:
+    """The validation loss of the given weights after some training samples, which name its noise."""
+    val_set = data.ValSet(cfg, 0, 1, pin=False)
+    val_set.open()
+    runner = step_runner.StepRunner(start(cfg, world, given), cfg, world)
+    result = evaluate.validation_loss(runner, val_set, places.inputs_of("val.later.loss")["evaluation"])
+    found = {"loss_per_timestep": result.val_loss_per_timestep, "loss": result.val_loss}
+    return named("val.later", {name: torch.tensor(value) for name, value in found.items()})
 
 
 def validation(cfg: Config, world: World, given: Values) -> Recorded:
