@@ -24,9 +24,10 @@ def main(golden: str, out: str) -> int:
     rows = ranks.gather_objects({name: value.tolist() for name, value in own.items()} | {"loss": loss.item()})
     if world.rank == 0:
         values = {f"ranks.{name}": np.array([row[name] for row in rows]) for name in rows[0]}
-        values["ranks.mean_loss"] = np.array(values["ranks.loss"].mean())
+        values["ranks.mean_loss"] = values["ranks.loss"].mean()
         values["ranks.grad_norm"] = norm.numpy()
-        save_file(values, out)
+        kept = Golden(folder).arrays
+        save_file({name: np.asarray(value, kept[name].dtype) for name, value in values.items()}, out)
     return 0
 
 
