@@ -33,9 +33,7 @@ def named(prefix, values):
 
 def norms(tensors):
     """The norm of each tensor, in fp32."""
-    found = []
-    for tensor in tensors:
-        found.append(np.linalg.norm(np.asarray(tensor, np.float64)))
+    found = [np.linalg.norm(np.asarray(tensor, np.float64)) for tensor in tensors]
     return np.array(found, np.float32)
 
 
@@ -80,19 +78,19 @@ def full_size(golden, about):
     count = about["full.sample"]["count"]
     rows = draws.rows_at(seed, count, 0.1, golden["full.positions"].tolist())
     samples, _, times, dropped = zip(*rows)
-    values = {}
-    values["sample"] = np.array(samples)
-    values["t"] = np.array(times)
-    values["drop"] = np.array(dropped)
     rope = network.rope_table(256, 16, 16, (16, 56, 56))
-    values["rope"] = rope[about["full.rope"]["tokens"]]
-    values["rope.sums"] = rope.astype(np.float64).sum(0).astype(np.float32)
     piece = about["full.init.piece"]
     key = draws.name_key(piece["name"])
     words = draws.words(seed, draws.INIT, key, 0, piece["count"], piece["first"])
-    values["init.piece"] = draws.xavier(words, 3 * 3072, 3072)
 
-    return values
+    return {
+        "sample": np.array(samples),
+        "t": np.array(times),
+        "drop": np.array(dropped),
+        "rope": rope[about["full.rope"]["tokens"]],
+        "rope.sums": rope.astype(np.float64).sum(0).astype(np.float32),
+        "init.piece": draws.xavier(words, 3 * 3072, 3072),
+    }
 
 
 def initial(seed, weights):
@@ -159,6 +157,26 @@ def one_pass(gradient_of, weights, batch):
     return seen
 
 
+def operations(golden):
+    """Operations of the network alone, in bf16. Heads come after tokens here: (B, S, H, K)."""
+
+    def fed(name):
+        return jnp.asarray(golden["bf16.fed." + name], BF16)
+
+    rope = network.rope_table(1, 2, 3, (4, 4, 8))[:, None]
+    q = network.rms_norm(fed("rope.x"), fed("rope.norm"))
+    operands = [fed(f"attention.{name}").swapaxes(1, 2) for name in "qkv"]
+
+    return {
+        "modulate": network.modulate(fed("modulate.x"), fed("modulate.shift"), fed("modulate.scale")),
+        "rope": network.apply_rope(q, rope),
+        "qk": network.turned(q, q, rope, BF16),
+        "attention": network.attention(*operands),
+        "gelu": network.gelu(fed("gelu.x")),
+        "losses": network.squared_errors(fed("loss.prediction"), golden["bf16.fed.loss.target"]),
+    }
+
+
 def all_values(cfg, golden, about, weights):
     """The golden values by name, and others that pass on the way."""
     seed = cfg["train"]["seed"]
@@ -179,8 +197,10 @@ def all_values(cfg, golden, about, weights):
     values |= named("val", all_samples | training.validation(timesteps, seen["losses"]))
 
     loss_in_bf16 = functools.partial(network.objective, cfg["model"], BF16)
-    gradient_in_bf16 = jax.jit(jax.value_and_grad(loss_in_bf16, has_aux=True))
+    rounding = {"xla_allow_excess_precision": False}  # else XLA leaves out roundings between fused operations
+    gradient_in_bf16 = jax.jit(jax.value_and_grad(loss_in_bf16, has_aux=True), compiler_options=rounding)
     values |= named("bf16", one_pass(gradient_in_bf16, weights, batch))
+    values |= named("bf16.only", operations(golden))
 
     return values
 

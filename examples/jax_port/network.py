@@ -63,7 +63,7 @@ def rope_table(text_tokens, height, width, axes, theta=10_000):
 
 
 def apply_rope(x, rope):
-    """Turn each pair of neighbours (2r, 2r + 1) by its angle. x: (B, H, S, K)."""
+    """Turn each pair of neighbours (2r, 2r + 1) by its angle. x: (..., S, K)."""
     even = x[..., 0::2]
     odd = x[..., 1::2]
     cos = rope[..., 0]
@@ -81,16 +81,21 @@ def time_waves(t):
 
 
 def layer_norm(x):
-    """Without weights. Computed in fp32, returned in x's dtype."""
+    """Without weights. fp32 out of any input."""
     wide = x.astype(F32)
     centred = wide - wide.mean(-1, keepdims=True)
     variance = jnp.square(centred).mean(-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt(variance + 1e-6)
-    return normed.astype(x.dtype)
+    return centred * jax.lax.rsqrt(variance + 1e-6)
 
 
 def modulate(x, shift, scale):
-    return (1 + scale) * layer_norm(x) + shift
+    """Rounded once. The product is fp32, so gradients of shift and scale are summed over tokens in fp32."""
+    return ((1 + scale) * layer_norm(x) + shift).astype(x.dtype)
+
+
+def add_gated(x, gate, y):
+    """x + gate * y, rounded once. fp32 for the gradient of the gate, as in modulate."""
+    return (x + gate.astype(F32) * y).astype(x.dtype)
 
 
 def rms_norm(x, scale):
@@ -102,7 +107,8 @@ def rms_norm(x, scale):
 
 
 def gelu(x):
-    return jax.nn.gelu(x, approximate=True)
+    """The tanh form, in fp32 and rounded once: small results are lost in bf16."""
+    return jax.nn.gelu(x.astype(F32), approximate=True).astype(x.dtype)
 
 
 def embed(scope, name, x):
@@ -122,11 +128,8 @@ def heads(norm, qkv, count):
     batch, tokens, _ = qkv.shape
     parts = qkv.reshape(batch, tokens, 3, count, -1)
     q, k, v = parts.transpose(2, 0, 3, 1, 4)
-    q = rms_norm(q, norm.weight("query_norm.scale"))
-    k = rms_norm(k, norm.weight("key_norm.scale"))
-    norm.keep("query_norm", q)
-    norm.keep("key_norm", k)
-
+    q = norm.keep("query_norm", rms_norm(q, norm.weight("query_norm.scale")))
+    k = norm.keep("key_norm", rms_norm(k, norm.weight("key_norm.scale")))
     return q, k, v
 
 
@@ -138,10 +141,13 @@ def attention(q, k, v):
     return mixed.reshape(*mixed.shape[:2], -1).astype(v.dtype)
 
 
+def turned(q, k, rope, dtype):
+    """Queries and keys after RoPE, which are rounded here and only here."""
+    return apply_rope(jnp.stack([q, k]), rope).astype(dtype)
+
+
 def attend(block, q, k, v, rope):
-    """Queries and keys are rounded to the dtype of the activations once, after RoPE."""
-    q = apply_rope(q, rope).astype(v.dtype)
-    k = apply_rope(k, rope).astype(v.dtype)
+    q, k = turned(q, k, rope, v.dtype)
     block.keep("attention.q", q)
     block.keep("attention.k", k)
     block.keep("attention.v", v)
@@ -175,10 +181,10 @@ def before_attention(stream, x, vec, count):
 
 def after_attention(stream, x, attended, parts):
     gate1, shift, scale, gate2 = parts
-    x = x + gate1 * stream.linear("attn.proj", attended)
+    x = add_gated(x, gate1, stream.linear("attn.proj", attended))
     inner = stream.linear("mlp.0", modulate(x, shift, scale))
     inner = stream.keep("mlp.1", gelu(inner))
-    return x + gate2 * stream.linear("mlp.2", inner)
+    return add_gated(x, gate2, stream.linear("mlp.2", inner))
 
 
 def single_block(block, x, vec, rope, count):
@@ -189,7 +195,7 @@ def single_block(block, x, vec, rope, count):
     q, k, v = heads(block.at("norm."), qkv, count)
     attended = attend(block, q, k, v, rope)
     both = jnp.concatenate([attended, gelu(inner)], axis=-1)
-    return x + gate * block.linear("linear2", both)
+    return add_gated(x, gate, block.linear("linear2", both))
 
 
 def flux(net, model, img, txt, clip, t):
@@ -231,6 +237,12 @@ def pack(latent):
     return tokens.reshape(b, y * x // 4, 4 * c)
 
 
+def squared_errors(prediction, target):
+    """The loss of each sample, in fp32: (B,)."""
+    error = prediction.astype(F32) - target
+    return jnp.square(error).mean((1, 2))
+
+
 def objective(model, dtype, weights, batch):
     """The mean loss of a batch, and all values on the way. dtype: of the network; the rest is fp32."""
     weights = {name: weight.astype(dtype) for name, weight in weights.items()}
@@ -247,9 +259,7 @@ def objective(model, dtype, weights, batch):
     txt = batch["t5"].astype(dtype)
     clip = batch["clip"].astype(dtype)
     prediction = flux(net, model, img.astype(dtype), txt, clip, batch["t"])
-    error = prediction.astype(F32) - target
-    losses = jnp.square(error).mean((1, 2))
-    net.keep("losses", losses)
+    losses = net.keep("losses", squared_errors(prediction, target))
     net.keep("loss", losses.mean())
 
     return losses.mean(), net.seen

@@ -107,9 +107,7 @@ def validation_batch(cfg, golden):
     """Every validation sample once, before training: the timestep of each row, and the batch."""
     timesteps = golden["data.val.timestep"]
     evaluation = 0  # samples of training so far
-    rows = []
-    for sample, timestep in enumerate(timesteps):
-        rows.append((sample, evaluation, timestep / 8, False))
+    rows = [(sample, evaluation, timestep / 8, False) for sample, timestep in enumerate(timesteps)]
     return timesteps, make_batch(golden, "val", cfg["train"]["seed"], rows)
 
 
