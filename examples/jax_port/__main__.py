@@ -157,6 +157,19 @@ def one_pass(gradient_of, weights, batch):
     return seen
 
 
+def step_in_bf16(cfg, golden, gradient_of, weights):
+    """The mean gradient of two micro-batches of one row, and a weight after the step."""
+    batch, _ = training.train_batch(cfg, golden, range(2))
+    parts = [gradient_of(weights, {name: rows[row : row + 1] for name, rows in batch.items()})[1] for row in range(2)]
+    mean = jax.tree.map(lambda one, other: (one + other) / 2, *parts)
+    optim = cfg["optim"]
+    coefficient = training.clip_coefficient(training.total_norm(mean), optim["clip_norm"])
+    name = "final_layer.linear.weight"
+    lr = training.rate(optim["lr"], optim["warmup_steps"], 1)
+    weight, *_ = training.adamw(weights[name], 0, 0, coefficient * mean[name], lr, step=1)
+    return {f"grad.{name}": mean[name], f"weights.{name}": weight}
+
+
 def operations(golden):
     """Operations of the network alone, in bf16. Heads come after tokens here: (B, S, H, K)."""
 
@@ -168,6 +181,7 @@ def operations(golden):
     operands = [fed(f"attention.{name}").swapaxes(1, 2) for name in "qkv"]
 
     return {
+        "rms_norm": network.rms_norm(fed("rope.x"), fed("rms_norm.scale")),
         "modulate": network.modulate(fed("modulate.x"), fed("modulate.shift"), fed("modulate.scale")),
         "rope": network.apply_rope(q, rope),
         "qk": network.turned(q, q, rope, BF16),
@@ -192,14 +206,18 @@ def all_values(cfg, golden, about, weights):
     values |= one_pass(gradient_of, weights, batch)
     values |= steps(cfg, golden, gradient_of, weights)
     values |= named("ranks", two_ranks(cfg, golden, gradient_of, weights))
-    timesteps, all_samples = training.validation_batch(cfg, golden)
-    _, seen = loss_of(weights, all_samples)
-    values |= named("val", all_samples | training.validation(timesteps, seen["losses"]))
+    far, rows = training.train_batch(cfg, golden, about["far.t"]["positions"])
+    values |= named("far", far | rows)
+    for prefix, evaluation in (("val", 0), ("val.later", about["val.later.loss"]["evaluation"])):
+        timesteps, all_samples = training.validation_batch(cfg, golden, evaluation)
+        _, seen = loss_of(weights, all_samples)
+        values |= named(prefix, all_samples | training.validation(timesteps, seen["losses"]))
 
     loss_in_bf16 = functools.partial(network.objective, cfg["model"], BF16)
     rounding = {"xla_allow_excess_precision": False}  # else XLA leaves out roundings between fused operations
     gradient_in_bf16 = jax.jit(jax.value_and_grad(loss_in_bf16, has_aux=True), compiler_options=rounding)
     values |= named("bf16", one_pass(gradient_in_bf16, weights, batch))
+    values |= named("bf16.step", step_in_bf16(cfg, golden, gradient_in_bf16, weights))
     values |= named("bf16.only", operations(golden))
 
     return values

@@ -103,10 +103,9 @@ def train(cfg, golden, gradient_of, weights, steps):
         yield about, state
 
 
-def validation_batch(cfg, golden):
-    """Every validation sample once, before training: the timestep of each row, and the batch."""
+def validation_batch(cfg, golden, evaluation):
+    """Every validation sample once: the timestep of each row, and the batch. evaluation: samples of training so far."""
     timesteps = golden["data.val.timestep"]
-    evaluation = 0  # samples of training so far
     rows = [(sample, evaluation, timestep / 8, False) for sample, timestep in enumerate(timesteps)]
     return timesteps, make_batch(golden, "val", cfg["train"]["seed"], rows)
 
