@@ -45,11 +45,15 @@ def test_how_a_value_differs_and_what_is_known_there(check):
         ("img_in", lambda x: x + 1, r"tolerance: [\d.e-]+ \+ 0 \* \|golden\| \(fp32 sums in any order"),
         ("step1.weights.img_in.weight", np.transpose, r"shape is \[28, 24\], want \[24, 28\]\n"),
         ("draws.t", lambda x: x.astype(np.int64), r"dtype is int64, want fp32\n"),
-        ("bf16.prediction", lambda x: x.astype(np.float16), r"dtype is float16, want bf16\n"),
+        (
+            "bf16.prediction",
+            lambda x: x.astype(np.float16),
+            r"dtype is float16, want bf16\n(.|\n)*known mistakes:\n    - the numbers may be right; store them in bf16",
+        ),
         ("img_in", lambda x: x.astype(np.float64), r"dtype is float64, want fp32\n"),
         ("draws.words.0", lambda x: x.astype(np.float64), r"dtype is float64, want uint64\n"),
         ("img_in", lambda x: x + 0 * np.inf, r"720 of them NaN(.|\n)*    - a division by 0, a root of a negative"),
-        ("bf16.target", in_bf16, r"known mistakes:\n    - the target is rounded to bf16"),
+        ("bf16.target", in_bf16, r"mistakes with a difference of this size:\n    - it is rounded to bf16"),
     ):
         result = check({name: np.asarray(change(read(name)))})
         if result.code != 1 or result.first != name or not re.search(text, result.text):
@@ -98,13 +102,14 @@ def test_the_mistake_whose_difference_is_as_large_comes_first(check, monkeypatch
     known = {"prediction": {"half of it": 0.5, "a tenth of it": 0.1, "it is 4 % off": 0.04}}
     monkeypatch.setattr(check_module, "read_json", lambda *_: known)
     text = check({"prediction": read("prediction") * np.float32(1.041)}).text
-    assert "known mistakes:\n    - it is 4 % off (this mistake has a difference of this size)\n    - weight" in text
+    assert "mistakes with a difference of this size:\n    - it is 4 % off\n  known mistakes:\n    - weight" in text
     assert "half" not in text and "a tenth" not in text
 
 
 def test_with_all_nothing_may_be_missing(check):
     assert check(values("rope")).code == 0 and check(values("rope"), "--all").code == 1
     assert check(values(*KEPT.arrays), "--all").code == 0
+    assert check(values(*KEPT.arrays) | {"los": read("loss")}, "--all").code == 1
 
 
 def test_names_that_are_missing_or_unknown_are_told(check):

@@ -1,7 +1,7 @@
 """Golden values: what a small run computes at every place, for ports to compare themselves with.
 
     python -m tools.golden dump.safetensors    a port's values, under the same names; any part of them
-    python -m tools.golden dump.safetensors --all      the same; a value that is missing counts as one that differs
+    python -m tools.golden dump.safetensors --all      the same; names that are missing or unknown count, too
     python -m tools.golden.record              what this code computes
     python -m tools.golden.record --write      write tests/golden anew, after a change that is meant
 
@@ -35,6 +35,7 @@ ACCEPTED = {  # dtype of a value -> dtypes of numpy that a dump may hold; bf16 i
     "bool": ("bool", "uint8"),
 }
 ALIKE = 0.05  # two differences of one mistake in two programs, as a share of their size
+DTYPE, NAN, ROUNDED = "its dtype is", "of them NaN", "all its numbers are bf16"  # words that name a cause
 OWN_LOSSES = 5e-6  # relative: of losses in bf16 and those that follow from the same prediction
 
 
@@ -50,7 +51,7 @@ class Difference(NamedTuple):
 def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | None:
     """How a value is off; None if it agrees. want: the golden one. NaN differs from all."""
     if yours.dtype.name not in ACCEPTED[value.dtype]:
-        return Difference(value, f"its dtype is {yours.dtype}, want {value.dtype}")
+        return Difference(value, f"{DTYPE} {yours.dtype}, want {value.dtype}")
     if yours.shape != want.shape and (yours.shape, want.shape) != ((1,), ()):  # some frameworks have no scalars
         return Difference(value, f"its shape is {list(yours.shape)}, want {value.shape}")
 
@@ -59,13 +60,12 @@ def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | N
         yours = yours.reshape(want.shape).astype(computed)
         want = want.astype(computed)
         wrong = is_off(yours, want, value.atol, value.rtol)
-        if wrong.any():
-            return measured(value, want, yours, wrong)
-    if value.dtype == "bf16" and not is_bf16(yours):
-        return Difference(value, "it holds numbers that are not bf16; computed in fp32?")
+        found = measured(value, want, yours, wrong) if wrong.any() else None
     if value.dtype == "fp32" and is_bf16(yours) and not is_bf16(want):
-        return Difference(value, "all its numbers are bf16, and it is fp32; is it rounded to bf16?")
-    return None
+        return found._replace(words=f"{found.words}, {ROUNDED}") if found else Difference(value, ROUNDED)
+    if not found and value.dtype == "bf16" and not is_bf16(yours):
+        return Difference(value, "it holds numbers that are not bf16; computed in fp32?")
+    return found
 
 
 def is_bf16(array: np.ndarray) -> bool:
@@ -86,7 +86,7 @@ def measured(value: Value, want: np.ndarray, yours: np.ndarray, wrong: np.ndarra
     words = f"{wrong.sum()} of {wrong.size} elements"
     rms = relative_rms(want, yours)
     if bad := np.count_nonzero(yours != yours):
-        words += f", {bad} of them NaN"
+        words += f", {bad} {NAN}"
     worst = wrong  # of an exact value: the first one
     if value.atol or value.rtol:
         off = np.abs(yours - want)
@@ -154,38 +154,39 @@ def explain(golden: Golden, differences: list[Difference]) -> None:
     if value.shape == [len(golden.parameters)]:
         print("  one norm per parameter, in the order of `parameters` in the index")
 
-    print("  known mistakes:")
-    for cause in causes(differences[0]):
-        print(f"    - {cause}")
+    alike, others = causes(differences[0])
+    for title, listed in (("mistakes with a difference of this size", alike), ("known mistakes", others)):
+        if listed:
+            print(f"  {title}:", *listed, sep="\n    - ")
 
 
-def causes(found: Difference) -> list[str]:
-    """What may be wrong, the most likely first: mistakes whose difference has this size, then those of the place."""
+def causes(found: Difference) -> tuple[list[str], list[str]]:
+    """What may be wrong: mistakes that are as far off, the nearest first; and what else is known at the place."""
     hints = places.place(found.value.name).hints
-    if "NaN" in found.words:
-        return ["a division by 0, a root of a negative number, or exp of a large one"]
-    if not found.rms:
-        return hints
-    known = read_json(FOLDER / MISTAKES, "table of mistakes").get(found.value.name, {})
-    like = {cause: abs(rms / found.rms - 1) for cause, rms in known.items()}
-    alike = sorted((cause for cause in like if like[cause] < ALIKE), key=like.__getitem__)
-    return [f"{cause} (this mistake has a difference of this size)" for cause in alike] + [
-        hint for hint in hints if hint not in alike
-    ]
+    if NAN in found.words:
+        return [], ["a division by 0, a root of a negative number, or exp of a large one"]
+    if DTYPE in found.words:
+        return [], [f"the numbers may be right; store them in {found.value.dtype}"]
+    known = read_json(FOLDER / MISTAKES, "table of mistakes").get(found.value.name, {}) if found.rms else {}
+    off = {cause: abs(rms / found.rms - 1) for cause, rms in known.items()}
+    alike = sorted((cause for cause in off if off[cause] < ALIKE), key=off.__getitem__)
+    if ROUNDED in found.words:
+        alike.append("it is rounded to bf16; it is fp32")
+    return alike, [hint for hint in hints if hint not in alike]
 
 
 def run(argv: list[str]) -> int:
     """Compare a dump. Returns the exit code. Raises: Refusal."""
     parser = Options("python -m tools.golden", __doc__)
     parser.add_argument("dump", type=Path, help="a safetensors file")
-    parser.add_argument("--all", action="store_true", help="a value that is missing counts as one that differs")
+    parser.add_argument("--all", action="store_true", help="names that are missing or unknown count, too")
     args = parser.parse_args(argv)
     golden = Golden(FOLDER)
     dump = read_tensors(args.dump)
     if not dump.keys() & golden.arrays.keys():
         raise Refusal(f"{args.dump}: none of its {len(dump)} names is known; {FOLDER / INDEX} lists all names")
-    differ, missing, _ = report(golden, dump)
-    return 1 if differ or (args.all and missing) else 0
+    differ, *others = report(golden, dump)
+    return int(differ > 0 or (args.all and any(others)))
 
 
 def main(argv: list[str]) -> int:

@@ -103,6 +103,7 @@ def fp8_edges(given: Values) -> Tensors:
         values |= {
             f"edge.{kind}.bits": codes.view(torch.uint8),
             f"edge.{kind}.decoded": codes.float(),
+            f"edge.{kind}.is_nan": cast(torch.tensor([torch.nan, torch.inf, 1.0]), torch.tensor(1.0), dtype).isnan(),
             f"scales.{kind}": scale_of_magnitude(fed["scales.amax"], torch.finfo(dtype).max),
         }
     return named("fp8", values)

@@ -160,12 +160,13 @@ def far(cfg: Config) -> Recorded:
 
 
 def step_in_bf16(cfg: Config, world: World, given: Values) -> Tensors:
-    """A step of two micro-batches in bf16: the gradient that they add up to, and a weight after the step."""
+    """A step of two micro-batches in bf16: the gradient that they add up to, a weight after it, and how far it moved."""
     cfg = config_file.replace(cfg, parallel__dtype="bf16", train__micro_batch=1)
     state = start(cfg, world, given)
     state.opt.lr.fill_(schedule.lr(0, cfg.optim))
     _, batch = next(batches(cfg, 0, 1, 0))
     update = state.opt.step
+    before = local(state.net)[WEIGHT].clone()
     values = {}
 
     def noted() -> Tensor:
@@ -175,7 +176,9 @@ def step_in_bf16(cfg: Config, world: World, given: Values) -> Tensors:
 
     with patch.object(state.opt, "step", noted):
         step.train_step(state.net, state.opt, batch, Health(CPU), cfg)
-    return named("bf16.step", values | {f"weights.{WEIGHT}": local(state.net)[WEIGHT]})
+    after = local(state.net)[WEIGHT]
+    moved = (after - before).sum(1)
+    return named("bf16.step", values | {f"weights.{WEIGHT}": after, f"moved.{WEIGHT}": moved})
 
 
 def later_validation(cfg: Config, world: World, given: Values) -> Tensors:
