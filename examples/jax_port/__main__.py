@@ -167,7 +167,8 @@ def step_in_bf16(cfg, golden, gradient_of, weights):
     name = "final_layer.linear.weight"
     lr = training.rate(optim["lr"], optim["warmup_steps"], 1)
     weight, *_ = training.adamw(weights[name], 0, 0, coefficient * mean[name], lr, step=1)
-    return {f"grad.{name}": mean[name], f"weights.{name}": weight}
+    moved = (weight - weights[name]).sum(1)
+    return {f"grad.{name}": mean[name], f"weights.{name}": weight, f"moved.{name}": moved}
 
 
 def operations(golden):
@@ -180,7 +181,10 @@ def operations(golden):
     q = network.rms_norm(fed("rope.x"), fed("rope.norm"))
     operands = [fed(f"attention.{name}").swapaxes(1, 2) for name in "qkv"]
 
+    linear = network.Scope({".weight": fed("linear.weight"), ".bias": jnp.zeros(6)}, {}).linear
+
     return {
+        "linear": linear("", fed("linear.x")),
         "rms_norm": network.rms_norm(fed("rope.x"), fed("rms_norm.scale")),
         "modulate": network.modulate(fed("modulate.x"), fed("modulate.shift"), fed("modulate.scale")),
         "rope": network.apply_rope(q, rope),

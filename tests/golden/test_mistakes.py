@@ -58,6 +58,14 @@ SQUARES = "(predicted_BNP.float() - target_BNP).square().mean(dim=(1, 2))"
 DOUBLE = "img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 ="
 TANH = 'nn.GELU(approximate="tanh")'
 MLP = f"nn.Sequential(nn.Linear(cfg.hidden, inner), {TANH}"
+ORDER = "np.argsort(words(seed, ORDER, count, epoch=epoch)"
+RMS = "F.rms_norm(x.float(), self.scale.shape, self.scale.float(), eps=NORM_EPS)"
+CHANNEL_LAST = f"noise=np.moveaxis({NOISE[6:].replace('shape', '(*shape[1:], shape[0])')}, -1, 0)"
+REDUCED = (
+    "    for weight in net.parameters():\n        weight.grad.copy_(weight.grad.bfloat16())\n    grad_norm = opt.step()"
+)
+LINEAR = 'nn.functional.linear(x["linear.x"], x["linear.weight"])'
+PIECES = 'sum(one @ other.t() for one, other in zip(*(x[f"linear.{side}"].split(64, 1) for side in ("x", "weight"))))'
 MOMENTS = (
     "self.adamw.step()\n"
     "        for kind in ('exp_avg', 'exp_avg_sq'):\n"
@@ -117,6 +125,11 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
                 "ORDER, count, epoch=epoch)",
                 "ORDER, count, epoch=epoch).view(np.int64)",
             ),
+            (
+                "the order is that of 24-bit uniforms; it is that of whole words",
+                ORDER,
+                ORDER.replace("words", "uniform(words").replace("epoch)", "epoch))"),
+            ),
             ("epochs count from 1; they count from 0", "sample=sample, epoch=epoch", "sample=sample, epoch=epoch + 1"),
             ("1 - u stands for u in t", "t = float(uniform(word)[1])", "t = 1 - float(uniform(word)[1])"),
             (
@@ -141,6 +154,11 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
                 "Xavier-uniform is (2 u - 1) / sqrt(in); it is sqrt(6 / (in + out))",
                 "sqrt(6.0 / (shape[0] + shape[1]))",
                 "sqrt(1.0 / shape[1])",
+            ),
+            (
+                "Xavier's width of q, k and v apart; it is of the joined weight",
+                "shape[0] + shape[1])",
+                "shape[0] // (3 if 'qkv' in name else 1) + shape[1])",
             ),
             (
                 "embedders of t and CLIP start like the other weights; they are normal with 0.02",
@@ -183,6 +201,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
             ),
             ("latent_eps and noise are the same draw", NOISE, NOISE.replace("NOISE", "LATENT")),
             ("the noise is that of epoch 0 in every epoch", NOISE, NOISE.replace("epoch=epoch", "epoch=0")),
+            ("noise is numbered row, column, channel; it is channel, row, column", NOISE, CHANNEL_LAST),
             ("all samples have the same noise", NOISE, NOISE.replace("sample=sample", "sample=0")),
         ),
     ),
@@ -235,6 +254,16 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
                 "logvar is clamped, as some autoencoders do",
                 "logvar_BCYX.float())",
                 "logvar_BCYX.float().clamp(-30, 0))",
+            ),
+            (
+                "mean and logvar are exchanged",
+                "mean_BCYX.float() + torch.exp(0.5 * logvar_BCYX.float())",
+                "logvar_BCYX.float() + torch.exp(0.5 * mean_BCYX.float())",
+            ),
+            (
+                "the latent is computed in bf16; it is fp32",
+                "return SCALE * (z_BCYX - SHIFT)",
+                "return SCALE * (z_BCYX.bfloat16() - SHIFT).float()",
             ),
             ("the latent is divided by the scale", "SCALE * (z_BCYX - SHIFT)", "(z_BCYX - SHIFT) / SCALE"),
             (
@@ -303,6 +332,22 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
                 "scale and shift swapped: shift is the first part, scale the second",
                 f"(1 + scale_B1D) * {LAYER_NORM} + shift_B1D",
                 f"(1 + shift_B1D) * {LAYER_NORM} + scale_B1D",
+            ),
+            ("epsilon of RMSNorm: the smallest step of fp32; it is 1e-6", RMS, RMS.replace("NORM_EPS", "1.2e-7")),
+            (
+                "epsilon of RMSNorm is added to the root; it is under the root",
+                RMS,
+                "x.float() / (x.float().square().mean(-1, True).sqrt() + NORM_EPS) * self.scale.float()",
+            ),
+            (
+                "rows and columns of RoPE's positions are swapped",
+                "positions_S3[:, axis, None]",
+                "positions_S3[:, -axis, None]",
+            ),
+            (
+                "positions of image tokens begin at 1; they begin at 0",
+                "image_N3 = image_positions(",
+                "image_N3 = 1 + image_positions(",
             ),
             (
                 "epsilon of RMSNorm: 1e-5; it is 1e-6",
@@ -407,6 +452,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         step,
         (
             ("a sum over micro-batches; it is the mean", ".sum() / rows", ".mean()"),
+            ("gradients are summed over ranks in bf16; they are fp32", "    grad_norm = opt.step()", REDUCED),
             ("a sum over rows; it is the mean", ".sum() / rows", ".sum()"),
         ),
     ),
@@ -420,6 +466,11 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
                 "(meta.timestep + 0.5) / schedule",
             ),
             ("padding counts as samples", 'row["timestep"][...] = PADDING', 'row["timestep"][...] = 0'),
+            (
+                "validation draws by the row of the batch; they are by the sample's index",
+                "noise_epoch, sample, self.cfg.model",
+                "noise_epoch, sample % 4, self.cfg.model",
+            ),
             (
                 "all validation samples have the same noise",
                 "noise_epoch, sample, self.cfg.model",
@@ -501,7 +552,10 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
     (
         in_bf16,
         precision,
-        (("the scale of RMSNorm is not rounded to bf16; it is a weight", "scaled.bfloat16()(", "scaled("),),
+        (
+            ("a linear adds pieces of its sum in bf16; the sum is fp32", LINEAR, PIECES),
+            ("the scale of RMSNorm is not rounded to bf16; it is a weight", "scaled.bfloat16()(", "scaled("),
+        ),
     ),
     (
         in_bf16,
@@ -510,8 +564,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
             (
                 "gradients of micro-batches are added, averaged or reduced in bf16; that is fp32",
                 "    grad_norm = opt.step()",
-                "    for weight in net.parameters():\n        weight.grad.copy_(weight.grad.bfloat16())\n"
-                "    grad_norm = opt.step()",
+                REDUCED,
             ),
         ),
     ),
@@ -565,7 +618,14 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
             ),
         ),
     ),
-    (in_fp8, casts, (("the scale has no cap; it is at most 2^44", ".clamp(max=LARGEST_SCALE)", ""),)),
+    (
+        in_fp8,
+        casts,
+        (
+            ("scale inverted: it is largest / amax", "(largest / amax)", "(amax / largest)"),
+            ("the scale has no cap; it is at most 2^44", ".clamp(max=LARGEST_SCALE)", ""),
+        ),
+    ),
 )
 PLANTED = [(made, module, *mistake) for made, module, mistakes in ROWS for mistake in mistakes]
 

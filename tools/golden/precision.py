@@ -53,6 +53,7 @@ def operations(cfg: Config, given: Values) -> Tensors:
     batch["mean"] = torch.full((1,), latents.SHIFT)
     batch["noise"] = latents.unpack(target, 4, 6)
     results = {
+        "linear": nn.functional.linear(x["linear.x"], x["linear.weight"]),
         "rms_norm": scaled.bfloat16()(x["rope.x"]),
         "modulate": model.modulate(x["modulate.x"], x["modulate.shift"], x["modulate.scale"]),
         "rope": model.apply_rope(both.query_norm(x["rope.x"]), table),

@@ -160,7 +160,7 @@ def far(cfg: Config) -> Recorded:
 
 
 def step_in_bf16(cfg: Config, world: World, given: Values) -> Tensors:
-    """A step of two micro-batches in bf16: the gradient that they add up to, a weight after it, and how far it moved."""
+    """A step of two micro-batches in bf16: the gradient that they add up to, a weight after it, how far it moved."""
     cfg = config_file.replace(cfg, parallel__dtype="bf16", train__micro_batch=1)
     state = start(cfg, world, given)
     state.opt.lr.fill_(schedule.lr(0, cfg.optim))
