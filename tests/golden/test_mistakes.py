@@ -623,6 +623,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         casts,
         (
             ("scale inverted: it is largest / amax", "(largest / amax)", "(amax / largest)"),
+            ("amax 0 has the scale 1; it has 2^44", "(largest / amax)", "(largest / amax).where(amax > 0, 1.0)"),
             ("the scale has no cap; it is at most 2^44", ".clamp(max=LARGEST_SCALE)", ""),
         ),
     ),

@@ -36,6 +36,7 @@ ACCEPTED = {  # dtype of a value -> dtypes of numpy that a dump may hold; bf16 i
 }
 ALIKE = 0.05  # two differences of one mistake in two programs, as a share of their size
 DTYPE, NAN, ROUNDED = "its dtype is", "of them NaN", "all its numbers are bf16"  # words that name a cause
+BF16_RMS = 1e-3, 6e-3  # of differences that one rounding to bf16 makes
 OWN_LOSSES = 5e-6  # relative: of losses in bf16 and those that follow from the same prediction
 
 
@@ -172,6 +173,8 @@ def causes(found: Difference) -> tuple[list[str], list[str]]:
     alike = sorted((cause for cause in off if off[cause] < ALIKE), key=off.__getitem__)
     if ROUNDED in found.words:
         alike.append("it is rounded to bf16; it is fp32")
+    elif found.value.dtype == "fp32" and BF16_RMS[0] < found.rms < BF16_RMS[1]:
+        alike.append("an operand, or a step before, is rounded to bf16")
     return alike, [hint for hint in hints if hint not in alike]
 
 
