@@ -20,7 +20,7 @@ from test_golden import CFG, GIVEN, KEPT, arrays
 
 from flux_ref import data, evaluate, flow, latents, model, optim, rng, schedule, step
 from flux_ref.files import write_whole
-from flux_ref.precision import casts, fp8
+from flux_ref.precision import casts, fp8, stages
 from tools.golden import check, draws, precision, record, training
 from tools.golden.files import FOLDER, MISTAKES
 
@@ -43,7 +43,7 @@ def validated(world) -> Made:
 
 
 def in_fp8(world) -> Made:
-    return arrays(precision.fp8_edges(GIVEN) | precision.fp8_linear(GIVEN))
+    return arrays(precision.fp8_edges(GIVEN) | precision.fp8_linear(GIVEN) | precision.delayed_scales(CFG))
 
 
 SDPA = "F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK)"
@@ -616,6 +616,14 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
                 "torch.cat([grad.sum(0) for grad in grads])",
                 "(g8_MN.float().sum(0) * grad_inverse).bfloat16()",
             ),
+        ),
+    ),
+    (
+        in_fp8,
+        stages,
+        (
+            ("the scale is that of the last step alone; it is of the history's largest", ".amax(1)", "[:, 0]"),
+            ("a magnitude of 0 or infinity joins the history", "torch.where(usable, rolled, self.history)", "rolled"),
         ),
     ),
     (

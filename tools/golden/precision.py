@@ -5,11 +5,12 @@ import re
 import torch
 from torch import nn
 
-from flux_ref import flow, latents, model
+from flux_ref import config_file, flow, latents, model
 from flux_ref.config import Config, PrecisionConfig
 from flux_ref.precision.casts import scale_of_magnitude
 from flux_ref.precision.fp8 import cast, magnitudes, scales_of
 from flux_ref.precision.linear import PolicyLinear
+from flux_ref.precision.stages import Precision
 from tools.golden import places
 from tools.golden.files import Values
 from tools.golden.forward import Tensors, given_tensors, named, passed, plain
@@ -92,6 +93,23 @@ def fp8_linear(given: Values) -> Tensors:
     y.backward(grad)
     gradients = {"grad_x": x.grad, "grad_weight": in_fp8.weight.grad, "grad_bias": in_fp8.bias.grad}
     return named("fp8", values | {"y": y} | gradients)
+
+
+def delayed_scales(cfg: Config) -> Tensors:
+    """The scale that the next step takes after each of some magnitudes of an input. Collective."""
+    about = places.inputs_of("fp8.delayed.scale")
+    keys = {"precision__preset": "fp8_delayed", "precision__history": about["history"], "precision__dynamic_steps": 0}
+    keys |= {"model__hidden": 48, "model__rope_axes": [4, 6, 6]}  # FP8 takes multiples of 16
+    recipe = Precision(config_file.replace(cfg, parallel__dtype="bf16", **keys))
+    net = model.Flux(recipe.cfg.model)
+    recipe.convert(net, torch.device("cpu"))
+    recipe.find(net, torch.device("cpu"))
+    scales = []
+    for magnitude in map(float, about["magnitudes"]):
+        recipe.amaxes[0].fill_(magnitude)
+        recipe.after_backward()
+        scales.append(recipe.scales[0][0].clone())
+    return {"fp8.delayed.scale": torch.stack(scales)}
 
 
 def fp8_edges(given: Values) -> Tensors:

@@ -29,7 +29,7 @@ from tools.golden.check import is_off, report
 from tools.golden.draws import draws, full_draws, full_net
 from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden, Value, Values, checksum
 from tools.golden.forward import Recorded
-from tools.golden.precision import bf16, fp8_edges, fp8_linear, operations
+from tools.golden.precision import bf16, delayed_scales, fp8_edges, fp8_linear, operations
 from tools.golden.training import (
     BATCH,
     CPU,
@@ -65,6 +65,7 @@ def record(given: Values) -> dict[str, tuple[str, np.ndarray]]:
         values |= step_in_bf16(cfg, world, given)
         values |= fp8_edges(given)
         values |= fp8_linear(given)
+        values |= delayed_scales(cfg)
     values |= full_net()
     return plainly(values)
 
