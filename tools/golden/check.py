@@ -35,7 +35,9 @@ ACCEPTED = {  # dtype of a value -> dtypes of numpy that a dump may hold; bf16 i
     "bool": ("bool", "uint8"),
 }
 ALIKE = 0.05  # two differences of one mistake in two programs, as a share of their size
-DTYPE, NAN, ROUNDED = "its dtype is", "of them NaN", "all its numbers are bf16"  # words that name a cause
+DTYPE = "its dtype is"  # this and the next two are words that name a cause
+NAN = "of them NaN"
+ROUNDED = "all its numbers are bf16"
 BF16_RMS = 1e-3, 6e-3  # of differences that one rounding to bf16 makes
 OWN_LOSSES = 5e-6  # relative: of losses in bf16 and those that follow from the same prediction
 
