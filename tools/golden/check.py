@@ -35,9 +35,6 @@ ACCEPTED = {  # dtype of a value -> dtypes of numpy that a dump may hold; bf16 i
     "bool": ("bool", "uint8"),
 }
 ALIKE = 0.05  # two differences of one mistake in two programs, as a share of their size
-DTYPE = "its dtype is"  # this and the next two are words that name a cause
-NAN = "of them NaN"
-ROUNDED = "all its numbers are bf16"
 BF16_RMS = 1e-3, 6e-3  # of differences that one rounding to bf16 makes
 OWN_LOSSES = 5e-6  # relative: of losses in bf16 and those that follow from the same prediction
 
@@ -49,12 +46,14 @@ class Difference(NamedTuple):
     words: str
     worst: str = ""
     rms: float = 0.0
+    cause: str = ""  # what the difference itself tells
 
 
 def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | None:
     """How a value is off; None if it agrees. want: the golden one. NaN differs from all."""
     if yours.dtype.name not in ACCEPTED[value.dtype]:
-        return Difference(value, f"{DTYPE} {yours.dtype}, want {value.dtype}")
+        cause = f"the numbers may be right; store them in {value.dtype}"
+        return Difference(value, f"its dtype is {yours.dtype}, want {value.dtype}", cause=cause)
     if yours.shape != want.shape and (yours.shape, want.shape) != ((1,), ()):  # some frameworks have no scalars
         return Difference(value, f"its shape is {list(yours.shape)}, want {value.shape}")
 
@@ -65,16 +64,18 @@ def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | N
         wrong = is_off(yours, want, value.atol, value.rtol)
         found = measured(value, want, yours, wrong) if wrong.any() else None
     if value.dtype == "fp32" and is_bf16(yours) and not is_bf16(want):
-        return found._replace(words=f"{found.words}, {ROUNDED}") if found else Difference(value, ROUNDED)
+        words = [*([found.words] if found else []), "all its numbers are bf16"]
+        found = found or Difference(value, "", rms=relative_rms(want, yours))
+        return found._replace(words=", ".join(words), cause="it is rounded to bf16; it is fp32")
     if not found and value.dtype == "bf16" and not is_bf16(yours):
         return Difference(value, "it holds numbers that are not bf16; computed in fp32?")
     return found
 
 
 def is_bf16(array: np.ndarray) -> bool:
-    """Whether all numbers are those of bf16, which keeps 8 bits."""
+    """Whether there are numbers, and all are those of bf16, which keeps 8 bits."""
     finite = np.frexp(array[np.isfinite(array)])[0]
-    return not (finite * 2**8 % 1).any()
+    return finite.size > 0 and not (finite * 2**8 % 1).any()
 
 
 def is_off(yours: np.ndarray, want: np.ndarray, atol: float, rtol: float) -> np.ndarray:
@@ -88,8 +89,10 @@ def measured(value: Value, want: np.ndarray, yours: np.ndarray, wrong: np.ndarra
     """How far two arrays of one shape differ where they are wrong."""
     words = f"{wrong.sum()} of {wrong.size} elements"
     rms = relative_rms(want, yours)
+    cause = ""
     if bad := np.count_nonzero(yours != yours):
-        words += f", {bad} {NAN}"
+        words += f", {bad} of them NaN"
+        cause = "a division by 0, a root of a negative number, or exp of a large one"
     worst = wrong  # of an exact value: the first one
     if value.atol or value.rtol:
         off = np.abs(yours - want)
@@ -97,7 +100,7 @@ def measured(value: Value, want: np.ndarray, yours: np.ndarray, wrong: np.ndarra
         worst = np.where(wrong, ratio, 0.0)
         words += f", up to {worst.max():.3g} x tolerance, rms {rms:.2g}"
     place = tuple(map(int, np.unravel_index(worst.argmax(), worst.shape)))
-    return Difference(value, words, f"worst at {list(place)}: yours {yours[place]}, golden {want[place]}", rms)
+    return Difference(value, words, f"worst at {list(place)}: yours {yours[place]}, golden {want[place]}", rms, cause)
 
 
 def relative_rms(want: np.ndarray, yours: np.ndarray) -> float:
@@ -148,7 +151,7 @@ def explain(golden: Golden, differences: list[Difference]) -> None:
     for found in differences:
         print(f"  {found.value.name:{width}}  {found.words}")
 
-    value, _, worst, _ = differences[0]
+    value, _, worst, *_ = differences[0]
     print(f"\nfirst difference: {value.name}, {value.shape} {value.dtype}")
     print(f"  {value.meaning}")
     print(f"  tolerance: {value.atol:.3g} + {value.rtol:.3g} * |golden| ({value.why})")
@@ -166,15 +169,13 @@ def explain(golden: Golden, differences: list[Difference]) -> None:
 def causes(found: Difference) -> tuple[list[str], list[str]]:
     """What may be wrong: mistakes that are as far off, the nearest first; and what else is known at the place."""
     hints = places.place(found.value.name).hints
-    if NAN in found.words:
-        return [], ["a division by 0, a root of a negative number, or exp of a large one"]
-    if DTYPE in found.words:
-        return [], [f"the numbers may be right; store them in {found.value.dtype}"]
+    if found.cause and not found.rms > 0:  # there are no numbers to look at
+        return [], [found.cause]
     known = read_json(FOLDER / MISTAKES, "table of mistakes").get(found.value.name, {}) if found.rms else {}
     off = {cause: abs(rms / found.rms - 1) for cause, rms in known.items()}
     alike = sorted((cause for cause in off if off[cause] < ALIKE), key=off.__getitem__)
-    if ROUNDED in found.words:
-        alike.append("it is rounded to bf16; it is fp32")
+    if found.cause:
+        alike.append(found.cause)
     elif found.value.dtype == "fp32" and BF16_RMS[0] < found.rms < BF16_RMS[1]:
         alike.append("an operand, or a step before, is rounded to bf16")
     return alike, [hint for hint in hints if hint not in alike]
