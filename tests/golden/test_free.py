@@ -9,41 +9,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_golden import CFG, GIVEN, KEPT, arrays
+from test_golden import KEPT
 
-from flux_ref import config_file, model, rng
+from flux_ref import model, rng
 from tools.golden import check, draws, precision, record, training
 
 pytestmark = pytest.mark.slow
-Made = dict[str, np.ndarray]
 linear, silu, layer_norm, adamw = F.linear, F.silu, F.layer_norm, torch.optim.AdamW.step
-
-
-def drawn(world) -> Made:
-    """All that is drawn, and what is computed from it."""
-    made = arrays(draws.draws(CFG) | training.init(CFG, world) | training.validation(CFG, world, GIVEN))
-    return made | trained(world)
-
-
-def trained(world) -> Made:
-    return arrays(training.training(CFG, world, GIVEN) | training.on_two_ranks(CFG, world, GIVEN))
-
-
-def trained_in_parts(world) -> Made:
-    """Micro-batches of one row."""
-    return arrays(training.training(config_file.replace(CFG, train__micro_batch=1), world, GIVEN))
-
-
-def in_bf16(world) -> Made:
-    batch = {name: torch.from_numpy(KEPT.arrays[f"batch.{name}"].copy()) for name in training.BATCH}
-    of_net = precision.bf16(CFG, GIVEN, batch)
-    return arrays(precision.operations(CFG, GIVEN) | of_net | training.step_in_bf16(CFG, world, GIVEN))
-
-
-def everything(world) -> Made:
-    return (
-        trained(world) | in_bf16(world) | arrays(training.validation(CFG, world, GIVEN) | precision.fp8_linear(GIVEN))
-    )
+TRAINED = training.training, training.on_two_ranks
+DRAWN = draws.draws, training.init, training.validation, *TRAINED
+IN_BF16 = precision.operations, precision.bf16, training.step_in_bf16
+EVERYTHING = *TRAINED, *IN_BF16, training.validation, precision.fp8_linear
 
 
 def box_muller(kind: type, added: float) -> Callable:
@@ -104,35 +80,37 @@ def gelu_by_formula(x, approximate):
     return (0.5 * wide * (1 + torch.tanh(0.7978845608 * (wide + 0.044715 * wide**3)))).to(x.dtype)
 
 
-FREE = {  # what a page calls free: what is changed, and what is computed with it
-    "Box-Muller in fp32": ([(rng, "normal", box_muller(np.float32, 1))], drawn),
-    "(a + 0.5) in place of (a + 1)": ([(rng, "normal", box_muller(np.float64, 0.5))], drawn),
-    "decay after the update": ([(torch.optim.AdamW, "step", decay_last)], trained),
-    "micro-batches": ([], trained_in_parts),
+MICRO_BATCHES = "micro-batches of one row"
+FREE = {  # what a page calls free: what is changed, and the parts of `record` that are computed with it
+    "Box-Muller in fp32": ([(rng, "normal", box_muller(np.float32, 1))], DRAWN),
+    "(a + 0.5) in place of (a + 1)": ([(rng, "normal", box_muller(np.float64, 0.5))], DRAWN),
+    "decay after the update": ([(torch.optim.AdamW, "step", decay_last)], TRAINED),
     "sums in fp64": (
         [(F, "linear", exactly(linear)), (F, "layer_norm", exactly(layer_norm)), (F, "silu", exactly(silu)),
          (F, "rms_norm", exactly(F.rms_norm)), (model, "attention", attention(False, torch.float64))],
-        everything,
+        EVERYTHING,
     ),
-    "a bias after the product's rounding": ([(F, "linear", bias_last)], in_bf16),
-    "modulation rounded once": ([(model, "modulate", modulated_once)], in_bf16),
-    "SiLU rounds each result": ([(F, "silu", lambda x, inplace=False: x * torch.sigmoid(x))], in_bf16),
-    "a softmax in fp32": ([(model, "attention", attention(False, torch.float32))], in_bf16),
-    "a rounded softmax": ([(model, "attention", attention(True, torch.float32))], in_bf16),
-    "GELU by its formula in fp32": ([(F, "gelu", gelu_by_formula)], in_bf16),
+    "a bias after the product's rounding": ([(F, "linear", bias_last)], IN_BF16),
+    "modulation rounded once": ([(model, "modulate", modulated_once)], IN_BF16),
+    "SiLU rounds each result": ([(F, "silu", lambda x, inplace=False: x * torch.sigmoid(x))], IN_BF16),
+    "a softmax in fp32": ([(model, "attention", attention(False, torch.float32))], IN_BF16),
+    "a rounded softmax": ([(model, "attention", attention(True, torch.float32))], IN_BF16),
+    "GELU by its formula in fp32": ([(F, "gelu", gelu_by_formula)], IN_BF16),
 }  # fmt: skip
 
 
-def values_of(name: str, world) -> Made:
+def values_of(name: str) -> record.Made:
     """What is computed with a free choice."""
-    changes, compute = FREE[name]
+    if name == MICRO_BATCHES:
+        return record.arrays(training.training, train__micro_batch=1)
+    changes, parts = FREE[name]
     with pytest.MonkeyPatch.context() as patches:
         for owner, attribute, instead in changes:
             patches.setattr(owner, attribute, instead)
-        return compute(world)
+        return record.arrays(*parts)
 
 
-def used(made: Made) -> dict[str, float]:
+def used(made: record.Made) -> dict[str, float]:
     """By the kind of its place, the largest share of a tolerance that a value uses."""
     shares: dict[str, float] = {}
     for value in KEPT.values:
@@ -145,10 +123,9 @@ def used(made: Made) -> dict[str, float]:
     return shares
 
 
-@pytest.mark.parametrize("name", FREE)
+@pytest.mark.parametrize("name", [*FREE, MICRO_BATCHES])
 def test_what_a_page_calls_free_agrees(name):
-    with record.one_process() as world:
-        made = values_of(name, world)
+    made = values_of(name)
     values = [value for value in KEPT.values if value.name in made]
     found = [check.compare(value, KEPT.arrays[value.name], made[value.name]) for value in values]
     assert len(found) == len(made) > 20
@@ -156,8 +133,7 @@ def test_what_a_page_calls_free_agrees(name):
 
 
 if __name__ == "__main__":
-    with record.one_process() as alone:
-        for choice in FREE:
-            print(choice)
-            for why, share in used(values_of(choice, alone)).items():
-                print(f"    {share:5.2f}  {why}", flush=True)
+    for choice in [*FREE, MICRO_BATCHES]:
+        print(choice)
+        for why, share in used(values_of(choice)).items():
+            print(f"    {share:5.2f}  {why}", flush=True)

@@ -8,23 +8,10 @@ from conftest import script
 from flux_ref import config_file
 from tools.golden import places, record, training
 from tools.golden.check import main
-from tools.golden.files import CONFIG, DATA, FOLDER, Golden
+from tools.golden.files import CONFIG, FOLDER, Golden
 
-DATA_SET = {f"data__{split}": f"{FOLDER / DATA}/{split}" for split in ("train", "val")}
-CFG = config_file.replace(config_file.load(FOLDER / CONFIG), **DATA_SET)
 KEPT = Golden(FOLDER)
-GIVEN = KEPT.given()
 read = KEPT.arrays.__getitem__
-
-
-def arrays(values: dict) -> dict[str, np.ndarray]:
-    return {name: array for name, (_, array) in record.plainly(values).items()}
-
-
-@pytest.fixture(scope="module")
-def world():
-    with record.one_process() as alone:
-        yield alone
 
 
 @pytest.fixture
@@ -40,7 +27,7 @@ def agree(tmp_path, capsys):
 
 def test_replay_agrees_in_every_place(agree):
     """From the data set beside the values, in the order of the index."""
-    ours = {name: array for name, (_, array) in record.record(GIVEN).items()}
+    ours = record.arrays()
     assert list(ours) == [value.name for value in KEPT.values], "type python -m tools.golden.record --write"
     agree(ours)
 
@@ -67,17 +54,18 @@ def test_the_run_shows_what_it_should():
 def test_every_place_is_used_and_every_value_has_one():
     used = {id(places.place(value.name)) for value in KEPT.values}
     assert used == {id(place) for place in places.PLACES.values()}
+    rate = config_file.load(FOLDER / CONFIG).optim.lr
     for value in KEPT.values:
         place = places.place(value.name)
         assert (value.meaning, value.why) == (place.meaning, place.why)
-        assert (value.atol, value.rtol) == place.tolerances(read(value.name), CFG.optim.lr)
+        assert (value.atol, value.rtol) == place.tolerances(read(value.name), rate)
         assert value.inputs == places.inputs_of(value.name) and not any(hint.isupper() for hint in place.hints)
 
 
 def test_write_keeps_bits_that_agree_and_takes_those_that_do_not(tmp_path, monkeypatch, capsys):
     factors = {"step1.loss": np.float32(1 + 1e-6), "step2.loss": np.float32(1.5)}
 
-    def recorded(given):
+    def recorded():
         found = {}
         for value in KEPT.values:
             array = read(value.name)

@@ -7,7 +7,7 @@ python tests/golden/test_mistakes.py --write    write mistakes.json anew: how fa
 import ast
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -15,8 +15,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from test_free import Made, in_bf16
-from test_golden import CFG, GIVEN, KEPT, arrays
+from test_golden import KEPT
 
 from flux_ref import data, evaluate, flow, latents, model, optim, rng, schedule, step
 from flux_ref.files import write_whole
@@ -24,28 +23,12 @@ from flux_ref.precision import casts, fp8, stages
 from tools.golden import check, draws, precision, record, training
 from tools.golden.files import FOLDER, MISTAKES
 
-
-def drawn(world) -> Made:
-    return arrays(draws.draws(CFG) | draws.full_draws(GIVEN) | training.init(CFG, world) | draws.full_net())
-
-
-def trained(world) -> Made:
-    """The steps, too, that begin at a later position."""
-    return arrays(training.clipping(CFG, world, GIVEN) | training.training(CFG, world, GIVEN) | training.far(CFG))
-
-
-def on_ranks(world) -> Made:
-    return arrays(training.on_two_ranks(CFG, world, GIVEN))
-
-
-def validated(world) -> Made:
-    return arrays(training.validation(CFG, world, GIVEN) | training.later_validation(CFG, world, GIVEN))
-
-
-def in_fp8(world) -> Made:
-    return arrays(precision.fp8_edges(GIVEN) | precision.fp8_linear(GIVEN) | precision.delayed_scales(CFG))
-
-
+DRAWN = draws.draws, draws.full_draws, training.init, draws.full_net
+TRAINED = training.clipping, training.training, training.far
+ON_RANKS = (training.on_two_ranks,)
+VALIDATED = training.validation, training.later_validation
+IN_BF16 = precision.operations, precision.bf16, training.step_in_bf16
+IN_FP8 = precision.fp8_edges, precision.fp8_linear, precision.delayed_scales
 SDPA = "F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK)"
 LAYER_NORM = "F.layer_norm(x_BSD, x_BSD.shape[-1:], eps=NORM_EPS)"
 NOISE = "noise=normals(train.seed, NOISE, shape, sample=sample, epoch=epoch)"
@@ -74,9 +57,9 @@ MOMENTS = (
 )
 CENTRED = "(x_BSD - x_BSD.mean(-1, True))"
 CLIP = "((norm + CLIP_EPS) / self.clip_norm).clamp(min=1.0)"
-ROWS = (  # what is computed, the module, and its mistakes: cause, the right words, the wrong words
+ROWS = (  # the parts of `record` that are computed, the module, its mistakes: cause, the right words, the wrong words
     (
-        drawn,
+        DRAWN,
         rng,
         (
             ("the key's words are swapped; it is (seed, stream)", "np.array([seed, stream]", "np.array([stream, seed]"),
@@ -147,7 +130,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        drawn,
+        DRAWN,
         model,
         (
             (
@@ -179,7 +162,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        drawn,
+        DRAWN,
         schedule,
         (
             ("lr off by one step: the first step has peak / warmup_steps, not 0", "(step + 1) / max(1", "step / max(1"),
@@ -191,7 +174,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        trained,
+        TRAINED,
         rng,
         (
             (
@@ -206,7 +189,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        trained,
+        TRAINED,
         data,
         (
             (
@@ -239,7 +222,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        trained,
+        TRAINED,
         latents,
         (
             (
@@ -279,7 +262,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        trained,
+        TRAINED,
         flow,
         (
             (
@@ -302,7 +285,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        trained,
+        TRAINED,
         model,
         (
             ("cos/sin order: 128 cosines, then 128 sines", WAVES, "torch.cat((angle.sin(), angle.cos()), dim=-1)"),
@@ -416,7 +399,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        trained,
+        TRAINED,
         optim,
         (
             ("beta1 is 0.95; it is 0.9", "betas=(optim.beta1,", "betas=(0.95,"),
@@ -437,7 +420,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        on_ranks,
+        ON_RANKS,
         data,
         (
             (
@@ -448,7 +431,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        on_ranks,
+        ON_RANKS,
         step,
         (
             ("a sum over micro-batches; it is the mean", ".sum() / rows", ".mean()"),
@@ -457,7 +440,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        validated,
+        VALIDATED,
         data,
         (
             (
@@ -479,7 +462,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        validated,
+        VALIDATED,
         evaluate,
         (
             (
@@ -495,7 +478,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        in_bf16,
+        IN_BF16,
         flow,
         (
             (
@@ -511,7 +494,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        in_bf16,
+        IN_BF16,
         model,
         (
             (
@@ -550,7 +533,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        in_bf16,
+        IN_BF16,
         precision,
         (
             ("a linear adds pieces of its sum in bf16; the sum is fp32", LINEAR, PIECES),
@@ -558,7 +541,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        in_bf16,
+        IN_BF16,
         step,
         (
             (
@@ -569,7 +552,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        in_bf16,
+        IN_BF16,
         optim,
         (
             (
@@ -581,7 +564,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        in_fp8,
+        IN_FP8,
         fp8,
         (
             (
@@ -619,7 +602,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        in_fp8,
+        IN_FP8,
         stages,
         (
             ("the scale is that of the last step alone; it is of the history's largest", ".amax(1)", "[:, 0]"),
@@ -627,7 +610,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
     (
-        in_fp8,
+        IN_FP8,
         casts,
         (
             ("scale inverted: it is largest / amax", "(largest / amax)", "(amax / largest)"),
@@ -636,7 +619,7 @@ ROWS = (  # what is computed, the module, and its mistakes: cause, the right wor
         ),
     ),
 )
-PLANTED = [(made, module, *mistake) for made, module, mistakes in ROWS for mistake in mistakes]
+PLANTED = [(parts, module, *mistake) for parts, module, mistakes in ROWS for mistake in mistakes]
 
 
 @contextmanager
@@ -660,10 +643,11 @@ def planted(module: ModuleType, right: str, wrong: str) -> Iterator[None]:
     vars(module).update(before)
 
 
-def first_of(made: Callable, module: ModuleType, right: str, wrong: str, world) -> check.Difference | None:
+def first_of(parts: tuple[record.Part, ...], module: ModuleType, right: str, wrong: str) -> check.Difference | None:
     """How the first value differs that shows a mistake; None if none does."""
     with planted(module, right, wrong):
-        values = made(world)
+        edited = [vars(sys.modules[part.__module__])[part.__name__] for part in parts]  # two mistakes stand in the kit
+        values = record.arrays(*edited)
     common = [value for value in KEPT.values if value.name in values]
     found = (check.compare(value, KEPT.arrays[value.name], values[value.name]) for value in common)
     return next(filter(None, found), None) or check.own_losses(KEPT, values)
@@ -678,23 +662,21 @@ def rank(cause: str, found: check.Difference) -> int:
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_mistake_is_seen_and_named_among_the_first_two(few):
     wrong = []
-    with record.one_process() as world:
-        for made, module, cause, *edit in PLANTED[:: 12 if few else 1]:
-            found = first_of(made, module, *edit, world)
-            if not found or rank(cause, found) not in (1, 2):
-                wrong.append((cause, found and (found.value.name, found.words, [*chain(*check.causes(found))][:2])))
+    for parts, module, cause, *edit in PLANTED[:: 12 if few else 1]:
+        found = first_of(parts, module, *edit)
+        if not found or rank(cause, found) not in (1, 2):
+            wrong.append((cause, found and (found.value.name, found.words, [*chain(*check.causes(found))][:2])))
     assert not wrong
 
 
 def main(argv: list[str]) -> None:
     known: dict[str, dict[str, float]] = {}
-    with record.one_process() as world:
-        for number, (made, module, cause, *edit) in enumerate(PLANTED, 1):
-            found = first_of(made, module, *edit, world)
-            if found and np.isfinite(found.rms):
-                known.setdefault(found.value.name, {})[cause] = float(f"{found.rms:.4g}")
-            where = f"{rank(cause, found)}  {found.value.name}: {found.words}" if found else "not seen"
-            print(f"{number:3}  {cause}\n         {where}", flush=True)
+    for number, (parts, module, cause, *edit) in enumerate(PLANTED, 1):
+        found = first_of(parts, module, *edit)
+        if found and np.isfinite(found.rms):
+            known.setdefault(found.value.name, {})[cause] = float(f"{found.rms:.4g}")
+        where = f"{rank(cause, found)}  {found.value.name}: {found.words}" if found else "not seen"
+        print(f"{number:3}  {cause}\n         {where}", flush=True)
     if argv:
         write_whole(FOLDER / MISTAKES, json.dumps(known, indent=1) + "\n")
 

@@ -10,6 +10,7 @@ from flux_ref import config_file, errors, ranks, step
 from flux_ref.step import Health
 from tools.golden import training
 from tools.golden.files import CONFIG, DATA, Golden
+from tools.golden.forward import Replay
 
 
 def main(golden: str, out: str) -> int:
@@ -18,7 +19,7 @@ def main(golden: str, out: str) -> int:
     places = {"data__train": f"{folder / DATA}/train", "data__val": f"{folder / DATA}/val"}
     cfg = config_file.replace(config_file.load(folder / CONFIG), **training.PARTS, **places)
     world = ranks.start(cfg.parallel)
-    state = training.start(cfg, world, Golden(folder).given())
+    state = Replay(cfg, world, Golden(folder).given()).start()
     own, batch = next(training.batches(cfg, world.rank, training.RANKS, training.RANKS_STEP))
     loss, norm = step.train_step(state.net, state.opt, batch, Health(world.device), cfg)
     rows = ranks.gather_objects({name: value.tolist() for name, value in own.items()} | {"loss": loss.item()})

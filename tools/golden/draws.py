@@ -12,12 +12,14 @@ from flux_ref.benchmark.closed import TRAIN_SAMPLES
 from flux_ref.config import Config, OptimConfig, TrainConfig
 from tools.golden import places
 from tools.golden.files import Values
+from tools.golden.forward import Replay
 
 FULL_SEED = places.inputs_of("full.sample")["seed"]
 
 
-def draws(cfg: Config) -> Values:
+def draws(run: Replay) -> Values:
     """The host generator's words and numbers, and the draws of the run."""
+    cfg = run.cfg
     values: Values = {}
     for number in range(5):
         name = f"draws.words.{number}"
@@ -70,10 +72,10 @@ def draws(cfg: Config) -> Values:
     return values
 
 
-def full_draws(given: Values) -> Values:
+def full_draws(run: Replay) -> Values:
     """Samples, drops and times of the benchmark's training set: a first batch, and where epochs begin."""
     train = replace(Config().train, seed=FULL_SEED)
-    rows = drawn_at(given["full.positions"].tolist(), TRAIN_SAMPLES, train)
+    rows = drawn_at(run.given["full.positions"].tolist(), TRAIN_SAMPLES, train)
     return {f"full.{name}": rows[name] for name in ("sample", "drop", "t")}
 
 
@@ -89,7 +91,7 @@ def drawn_at(positions: Iterable[int], count: int, train: TrainConfig) -> Values
     return {name: np.array(column) for name, column in zip(("epoch", "sample", "drop", "t"), zip(*rows))}
 
 
-def full_net() -> Values:
+def full_net(_: Replay) -> Values:
     """Of FLUX.1-schnell: the rotations of some tokens, their sums over all, and some initial elements of a weight."""
     with torch.device("meta"):
         net = model.Flux(Config().model)

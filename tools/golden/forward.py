@@ -1,15 +1,17 @@
 """The golden values of one forward and backward pass, read by hooks on a plain net and by a stand-in for attention."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from flux_ref import flow, latents, model
-from flux_ref.config import ModelConfig
+from flux_ref import config_file, flow, latents, model, sharding
+from flux_ref.config import Config, ModelConfig
 from flux_ref.data import Batch
+from flux_ref.ranks import World
+from flux_ref.step_runner import State
 from tools.golden import places
 from tools.golden.files import Values
 
@@ -19,6 +21,36 @@ Recorded = dict[str, Any]  # tensors, and arrays of numpy
 WHOLE = places.TABLES["parameters"]["whole"]  # the parameters whose gradients, moments and weights are recorded whole
 
 
+class Replay(NamedTuple):
+    """What golden values are computed from: the config, this process's world and the given values."""
+
+    cfg: Config
+    world: World
+    given: Values
+
+    def replaced(self, **keys: Any) -> "Replay":
+        """The same with other keys of the config, written as section__key."""
+        return self._replace(cfg=config_file.replace(self.cfg, **keys))
+
+    def tensors(self, prefix: str) -> Tensors:
+        """The given values of a prefix, by the rest of their names."""
+        found = {name.removeprefix(prefix): array for name, array in self.given.items() if name.startswith(prefix)}
+        return {name: torch.from_numpy(array) for name, array in found.items()}
+
+    def weights(self) -> Tensors:
+        return self.tensors("weights.")
+
+    def start(self) -> State:
+        """The state of a run that starts from the given weights."""
+        net = sharding.build(self.cfg, self.world, None)
+        weights = self.weights()
+        with torch.no_grad():
+            for name, parameter in sharding.named_parameters(net).items():
+                first, rows = sharding.local_rows(parameter)
+                rows.copy_(weights[name][first : first + len(rows)])
+        return State(net, self.cfg, self.world)
+
+
 def plain(cfg: ModelConfig, weights: Tensors, dtype: torch.dtype = torch.float32) -> model.Flux:
     """A net in this process with given weights, which computes in a dtype. RoPE stays fp32."""
     net = model.Flux(cfg)
@@ -26,11 +58,6 @@ def plain(cfg: ModelConfig, weights: Tensors, dtype: torch.dtype = torch.float32
     net.to(dtype)
     net.rope = net.make_rope()
     return net
-
-
-def given_tensors(given: Values, prefix: str) -> Tensors:
-    """The given values of a prefix, by the rest of their names."""
-    return {name.removeprefix(prefix): torch.from_numpy(given[name]) for name in given if name.startswith(prefix)}
 
 
 def named(prefix: str, values: dict) -> dict:

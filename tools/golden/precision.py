@@ -5,15 +5,15 @@ import re
 import torch
 from torch import nn
 
-from flux_ref import config_file, flow, latents, model
+from flux_ref import flow, latents, model
 from flux_ref.config import Config, PrecisionConfig
 from flux_ref.precision.casts import scale_of_magnitude
 from flux_ref.precision.fp8 import cast, magnitudes, scales_of
 from flux_ref.precision.linear import PolicyLinear
 from flux_ref.precision.stages import Precision
 from tools.golden import places
-from tools.golden.files import Values
-from tools.golden.forward import Tensors, given_tensors, named, passed, plain
+from tools.golden.forward import Replay, Tensors, named, passed, plain
+from tools.golden.training import batches
 
 LAYER = "single_blocks.0.linear1"  # as a policy names a linear; any will do
 KEPT = re.compile(
@@ -25,16 +25,17 @@ E5M2 = torch.float8_e5m2
 MI300X = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 
 
-def bf16(cfg: Config, given: Values, batch: Tensors) -> Tensors:
+def bf16(run: Replay) -> Tensors:
     """The first batch in bf16."""
-    values = passed(plain(cfg.model, given_tensors(given, "weights."), torch.bfloat16), batch, torch.bfloat16)
+    _, batch = next(batches(run.cfg, 0, 1, 0))
+    values = passed(plain(run.cfg.model, run.weights(), torch.bfloat16), batch, torch.bfloat16)
     return named("bf16", {name: value for name, value in values.items() if KEPT.fullmatch(name)})
 
 
 @torch.no_grad()
-def operations(cfg: Config, given: Values) -> Tensors:
+def operations(run: Replay) -> Tensors:
     """Single operations in bf16, each by the function of the product, on given operands: bf16.fed.* to bf16.only.*"""
-    fed = given_tensors(given, "bf16.fed.")
+    fed = run.tensors("bf16.fed.")
     x = {name: tensor.bfloat16() for name, tensor in fed.items()}
     about = places.inputs_of("bf16.only.rope")
     text = torch.zeros(about["text_tokens"], 3, dtype=torch.float64)
@@ -60,15 +61,15 @@ def operations(cfg: Config, given: Values) -> Tensors:
         "rope": model.apply_rope(both.query_norm(x["rope.x"]), table),
         "qk": torch.stack(both(*[x["rope.x"].flatten(-2)] * 3, table)[:2]),
         "attention": model.attention(x["attention.q"], x["attention.k"], x["attention.v"]),
-        "gelu": model.mlp(cfg.model)[1](x["gelu.x"]),
+        "gelu": model.mlp(run.cfg.model)[1](x["gelu.x"]),
         "losses": flow.losses(lambda *_: x["loss.prediction"], batch, torch.bfloat16),
     }
     return named("bf16.only", results)
 
 
-def fp8_linear(given: Values) -> Tensors:
+def fp8_linear(run: Replay) -> Tensors:
     """One linear in FP8, forward and backward; casts of its operands, also to MI300X's formats."""
-    fed = given_tensors(given, "fp8.")
+    fed = run.tensors("fp8.")
     x, weight, grad = (fed[name].bfloat16() for name in ("x", "weight", "grad"))
     values: Tensors = {}
     for name, operand, dtype in (
@@ -95,12 +96,12 @@ def fp8_linear(given: Values) -> Tensors:
     return named("fp8", values | {"y": y} | gradients)
 
 
-def delayed_scales(cfg: Config) -> Tensors:
+def delayed_scales(run: Replay) -> Tensors:
     """The scale that the next step takes after each of some magnitudes of an input. Collective."""
     about = places.inputs_of("fp8.delayed.scale")
     keys = {"precision__preset": "fp8_delayed", "precision__history": about["history"], "precision__dynamic_steps": 0}
     keys |= {"model__hidden": 48, "model__rope_axes": [4, 6, 6]}  # FP8 takes multiples of 16
-    recipe = Precision(config_file.replace(cfg, parallel__dtype="bf16", **keys))
+    recipe = Precision(run.replaced(parallel__dtype="bf16", **keys).cfg)
     net = model.Flux(recipe.cfg.model)
     recipe.convert(net, torch.device("cpu"))
     recipe.find(net, torch.device("cpu"))
@@ -112,9 +113,9 @@ def delayed_scales(cfg: Config) -> Tensors:
     return {"fp8.delayed.scale": torch.stack(scales)}
 
 
-def fp8_edges(given: Values) -> Tensors:
+def fp8_edges(run: Replay) -> Tensors:
     """Casts at the edges of every format, and scales of magnitudes at the edges of fp32."""
-    fed = given_tensors(given, "fp8.")
+    fed = run.tensors("fp8.")
     values: Tensors = {}
     for dtype in (E4M3, E5M2, *MI300X):
         kind = str(dtype).removeprefix("torch.float8_")

@@ -9,10 +9,11 @@ CPU rounds otherwise.
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,11 +28,10 @@ from flux_ref.ranks import World
 from tools.golden import places
 from tools.golden.check import is_off, report
 from tools.golden.draws import draws, full_draws, full_net
-from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden, Value, Values, checksum
-from tools.golden.forward import Recorded
+from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden, Value, checksum
+from tools.golden.forward import Recorded, Replay
 from tools.golden.precision import bf16, delayed_scales, fp8_edges, fp8_linear, operations
 from tools.golden.training import (
-    BATCH,
     CPU,
     clipping,
     far,
@@ -43,31 +43,45 @@ from tools.golden.training import (
     validation,
 )
 
+Made = dict[str, np.ndarray]
+Part = Callable[[Replay], Recorded]
+PARTS: tuple[Part, ...] = (  # all values, in order of computation
+    draws,
+    full_draws,
+    clipping,
+    lambda run: run.given,
+    init,
+    training,
+    far,
+    on_two_ranks,
+    validation,
+    later_validation,
+    operations,
+    bf16,
+    step_in_bf16,
+    fp8_edges,
+    fp8_linear,
+    delayed_scales,
+    full_net,
+)
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}  # others: as torch names them
 
 
-def record(given: Values) -> dict[str, tuple[str, np.ndarray]]:
-    """dtype and array of all values in order of computation, from the config and the data set in FOLDER."""
+def record(*parts: Part, **keys: Any) -> dict[str, tuple[str, np.ndarray]]:
+    """dtype and array of the values of some parts; of all without any. keys: others of the config, as section__key."""
     cfg = config_file.load(FOLDER / CONFIG)
-    cfg = config_file.replace(cfg, data__train=f"{FOLDER / DATA}/train", data__val=f"{FOLDER / DATA}/val")
-    values: Recorded = draws(cfg) | full_draws(given)
+    data_set = {f"data__{split}": f"{FOLDER / DATA}/{split}" for split in ("train", "val")}
+    values: Recorded = {}
     with one_process() as world:
-        values |= clipping(cfg, world, given)
-        values |= given
-        values |= init(cfg, world)
-        values |= training(cfg, world, given)
-        values |= far(cfg)
-        values |= on_two_ranks(cfg, world, given)
-        values |= validation(cfg, world, given)
-        values |= later_validation(cfg, world, given)
-        values |= operations(cfg, given)
-        values |= bf16(cfg, given, {name: values[f"batch.{name}"] for name in BATCH})
-        values |= step_in_bf16(cfg, world, given)
-        values |= fp8_edges(given)
-        values |= fp8_linear(given)
-        values |= delayed_scales(cfg)
-    values |= full_net()
+        run = Replay(cfg, world, Golden(FOLDER).given()).replaced(**data_set, **keys)
+        for part in parts or PARTS:
+            values |= part(run)
     return plainly(values)
+
+
+def arrays(*parts: Part, **keys: Any) -> Made:
+    """The arrays of `record`."""
+    return {name: array for name, (_, array) in record(*parts, **keys).items()}
 
 
 def plainly(values: Recorded) -> dict[str, tuple[str, np.ndarray]]:
@@ -98,18 +112,17 @@ def one_process() -> Iterator[World]:
 def write(folder: Path) -> None:
     """Record all values but the given ones, which stay as they are, into a folder. Raises: Refusal."""
     golden = Golden(FOLDER)
-    given = golden.given()
     rate = config_file.load(FOLDER / CONFIG).optim.lr
     arrays = {}
     entries = []
-    for name, (dtype, array) in record(given).items():
+    for name, (dtype, array) in record().items():
         place = places.place(name)
         old = golden.arrays.get(name, array)
         if (old.shape, old.dtype) == (array.shape, array.dtype):
             array = array if is_off(array, old, *place.tolerances(array, rate)).any() else old
         arrays[name] = array
         about = place.meaning, *place.tolerances(array, rate), place.why, places.inputs_of(name)
-        value = Value(name, list(array.shape), dtype, name in given, *about)
+        value = Value(name, list(array.shape), dtype, name in golden.given(), *about)
         entries.append(json.dumps(asdict(value)))
 
     with whole(folder / VALUES) as partial:
@@ -127,9 +140,7 @@ def main(argv: list[str]) -> int:
     if parser.parse_args(argv).write:
         write(FOLDER)
         return 0
-    golden = Golden(FOLDER)
-    recorded = {name: array for name, (_, array) in record(golden.given()).items()}
-    return int(any(report(golden, recorded)))
+    return int(any(report(Golden(FOLDER), arrays())))
 
 
 if __name__ == "__main__":

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flux_ref import config_file, data, evaluate, flow, optim, schedule, sharding, shards, step, step_runner
+from flux_ref import data, evaluate, flow, optim, schedule, sharding, shards, step, step_runner
 from flux_ref.config import Config
-from flux_ref.ranks import World
 from flux_ref.sharding import ShardedFlux
 from flux_ref.step import Health
 from flux_ref.step_runner import State
 from tools.golden import places
 from tools.golden.draws import drawn_at
 from tools.golden.files import Values
-from tools.golden.forward import WHOLE, Recorded, Tensors, given_tensors, gradients, named, norms, passed, plain
+from tools.golden.forward import WHOLE, Recorded, Replay, Tensors, gradients, named, norms, passed, plain
 
 CPU = torch.device("cpu")
 STEPS = 6  # the learning rate leaves its warm-up after the second, and epochs begin in the third and the sixth
@@ -33,25 +32,14 @@ FAR_STEP = places.inputs_of("far.t")["positions"][0] // 2  # one caption is just
 WEIGHT = "final_layer.linear.weight"
 
 
-def start(cfg: Config, world: World, given: Values) -> State:
-    """The state of a run that starts from the given weights."""
-    net = sharding.build(cfg, world, None)
-    weights = given_tensors(given, "weights.")
-    with torch.no_grad():
-        for name, parameter in sharding.named_parameters(net).items():
-            first, rows = sharding.local_rows(parameter)
-            rows.copy_(weights[name][first : first + len(rows)])
-    return State(net, cfg, world)
-
-
 def local(net: ShardedFlux) -> Tensors:
     """This rank's shards of the weights, which share memory with the net."""
     return {name: parameter.to_local().detach() for name, parameter in sharding.named_parameters(net).items()}
 
 
-def clipping(cfg: Config, world: World, given: Values) -> Tensors:
+def clipping(run: Replay) -> Tensors:
     """The first moment of a clipped gradient. Here the weights serve as gradients."""
-    state = start(config_file.replace(cfg, optim__clip_norm=1.0), world, given)
+    state = run.replaced(optim__clip_norm=1.0).start()
     for parameter in sharding.named_parameters(state.net).values():
         parameter.grad = parameter.detach().clone()
     state.opt.step()
@@ -63,9 +51,9 @@ def moments(state: State) -> dict[str, Tensors]:
     return {kind: dict(zip(state.opt.names, tensors)) for kind, tensors in state.opt.states().items()}
 
 
-def init(cfg: Config, world: World) -> Tensors:
+def init(run: Replay) -> Tensors:
     """The weights from which a real run of this config starts. With them, most values and gradients would be 0."""
-    initial = local(sharding.build(cfg, world, cfg.train.seed))
+    initial = local(sharding.build(run.cfg, run.world, run.cfg.train.seed))
     values = {name: initial[name][:ROWS] for name in places.TABLES["parameters"]["initial"]}
     return named("init", values | {"norms": norms(initial)})
 
@@ -92,11 +80,12 @@ def losses_of(cfg: Config, weights: Tensors, batch: data.Batch) -> Tensor:
         return flow.losses(plain(cfg.model, weights), batch, torch.float32)
 
 
-def training(cfg: Config, world: World, given: Values) -> Recorded:
+def training(run: Replay) -> Recorded:
     """Some optimizer steps. All values of the first one are recorded."""
     values: Recorded = {}
-    state = start(cfg, world, given)
-    initial = given_tensors(given, "weights.")
+    cfg = run.cfg
+    state = run.start()
+    initial = run.weights()
     for number, (rows, batch) in zip(range(1, STEPS + 1), batches(cfg, 0, 1, 0)):
         place = f"step{number}"
         values |= named(place, rows)
@@ -131,20 +120,21 @@ def after_step(state: State, initial: Tensors, with_moments: bool) -> Tensors:
     return values
 
 
-def on_two_ranks(cfg: Config, world: World, given: Values) -> Recorded:
+def on_two_ranks(run: Replay) -> Recorded:
     """One step on two ranks with two micro-batches each, from the given weights.
 
     One process plays both ranks in turn. Each takes its own train_step; losses of rows and the gradient of the mean
     are computed beside. tests/golden/test_golden.py compares two real ranks with these values.
     """
-    cfg = config_file.replace(cfg, **PARTS)
+    run = run.replaced(**PARTS)
+    cfg = run.cfg
     each = []
-    net = plain(cfg.model, given_tensors(given, "weights."))
+    net = plain(cfg.model, run.weights())
     for rank in range(RANKS):
         rows, batch = next(batches(cfg, rank, RANKS, RANKS_STEP))
         losses = flow.losses(net, batch, torch.float32)
         (losses.mean() / RANKS).backward()  # gradients add up over ranks
-        state = start(cfg, world, given)
+        state = run.start()
         loss, norm = step.train_step(state.net, state.opt, batch, Health(CPU), cfg)
         each.append(rows | {"losses": losses.detach(), "loss": loss, "grad_norm_of_rank": norm})
 
@@ -153,16 +143,17 @@ def on_two_ranks(cfg: Config, world: World, given: Values) -> Recorded:
     return named("ranks", values | {"mean_loss": values["loss"].mean(), "grad.norms": sizes, "grad_norm": sizes.norm()})
 
 
-def far(cfg: Config) -> Recorded:
+def far(run: Replay) -> Recorded:
     """The batch of a late step, as a run takes it that goes on there."""
-    rows, batch = next(batches(cfg, 0, 1, FAR_STEP))
+    rows, batch = next(batches(run.cfg, 0, 1, FAR_STEP))
     return named("far", rows | {name: batch[name] for name in ("t5", "clip")})
 
 
-def step_in_bf16(cfg: Config, world: World, given: Values) -> Tensors:
+def step_in_bf16(run: Replay) -> Tensors:
     """A step of two micro-batches in bf16: the gradient that they add up to, a weight after it, how far it moved."""
-    cfg = config_file.replace(cfg, parallel__dtype="bf16", train__micro_batch=1)
-    state = start(cfg, world, given)
+    run = run.replaced(parallel__dtype="bf16", train__micro_batch=1)
+    cfg = run.cfg
+    state = run.start()
     state.opt.lr.fill_(schedule.lr(0, cfg.optim))
     _, batch = next(batches(cfg, 0, 1, 0))
     update = state.opt.step
@@ -181,35 +172,37 @@ def step_in_bf16(cfg: Config, world: World, given: Values) -> Tensors:
     return named("bf16.step", values | {f"weights.{WEIGHT}": after, f"moved.{WEIGHT}": moved})
 
 
-def later_validation(cfg: Config, world: World, given: Values) -> Tensors:
-    """The validation loss of the given weights after some training samples, which name its noise."""
-    val_set = data.ValSet(cfg, 0, 1, pin=False)
+def validated(run: Replay, samples: int) -> evaluate.Validation:
+    """The validation of the given weights. Its noise is named after the number of training samples before it."""
+    val_set = data.ValSet(run.cfg, 0, 1, pin=False)
     val_set.open()
-    runner = step_runner.StepRunner(start(cfg, world, given), cfg, world)
-    result = evaluate.validation_loss(runner, val_set, places.inputs_of("val.later.loss")["evaluation"])
+    return evaluate.validation_loss(step_runner.StepRunner(run.start(), run.cfg, run.world), val_set, samples)
+
+
+def later_validation(run: Replay) -> Tensors:
+    """The validation loss after some training samples."""
+    result = validated(run, places.inputs_of("val.later.loss")["evaluation"])
     found = {"loss_per_timestep": result.val_loss_per_timestep, "loss": result.val_loss}
     return named("val.later", {name: torch.tensor(value) for name, value in found.items()})
 
 
-def validation(cfg: Config, world: World, given: Values) -> Recorded:
-    """The validation loss of the given weights. The last batch holds one sample; its other rows are padding."""
+def validation(run: Replay) -> Recorded:
+    """The validation loss before training. The last batch holds one sample; its other rows are padding."""
+    cfg = run.cfg
     val_set = data.ValSet(cfg, 0, 1, pin=False)
     val_set.open()
     batch = data.allocate(cfg.model, cfg.eval.batch)
-    weights = given_tensors(given, "weights.")
     parts: list[Tensors] = []
     with closing(val_set.feed(0)) as feed:
         for _ in range(val_set.batches):
             data.copy_next(feed, batch)
-            found = batch | {"losses": losses_of(cfg, weights, batch)}
+            found = batch | {"losses": losses_of(cfg, run.weights(), batch)}
             is_sample = batch["timestep"] >= 0
             parts.append({name: found[name][is_sample] for name in ("t", "latent_eps", "noise", "losses")})
     values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    runner = step_runner.StepRunner(start(cfg, world, given), cfg, world)
-    result = evaluate.validation_loss(runner, val_set, samples=0)
-
-    counts = np.bincount(given["data.val.timestep"], minlength=schedule.TIMESTEPS)
+    counts = np.bincount(run.given["data.val.timestep"], minlength=schedule.TIMESTEPS)
+    result = validated(run, samples=0)
     values |= {
         "count": torch.from_numpy(counts).float(),
         "loss_per_timestep": torch.tensor(result.val_loss_per_timestep),
