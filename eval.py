@@ -3,16 +3,16 @@
     python eval.py runs/tiny                                 the newest checkpoint of a run
     python eval.py runs/tiny/checkpoints/step_000000800      another one
     python eval.py runs/tiny --all                           every checkpoint
-    python eval.py runs/tiny --ema                           the average of the weights that optim.ema keeps
+    python eval.py runs/tiny --ema                           the average of the weights that optim.ema_half_life keeps
     python eval.py runs/tiny --prompt "a small red circle at the middle" --prompt "..." --draw-only
     torchrun --nproc-per-node 8 eval.py FLUX.1-schnell --prompts=FILE --draw-only --steps=4
-    torchrun --nproc-per-node 8 eval.py flux1-schnell.safetensors --data.val=DIR --sample.count=16 --vae=ae.safetensors
+    torchrun --nproc-per-node 8 eval.py flux1-schnell.safetensors --data.val=DIR --pictures.count=8 --vae=ae.safetensors
 
 Takes a run, a checkpoint, a safetensors file in BFL's layout, diffusers' transformer folder or FLUX.1-schnell's
 repository. Uses a run's or checkpoint's own settings, for other weights those of --config=FILE (FLUX.1-schnell's); any
 key of flux_ref/config.py can be given. With the run's own settings the number equals the one that training logged;
 with --ema it is that of the average, which training never logs.
-Draws prompts, else sample.count stored captions, with --steps=N --guidance=X --seed=N, into a new file in the run's
+Draws prompts, else pictures.count stored captions, with --steps=N --guidance=X --seed=N, into a new file in the run's
 samples/, for other weights in the current folder. --draw-only measures no loss; prompts then need no data set.
 The encoders lie in the folder --vae=PATH, else in that of the model, as in FLUX.1-schnell's repository.
 --json prints one object on a line for each set of weights.
@@ -28,17 +28,17 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from flux_ref import checkpoint, config, config_file, errors, ranks, sharding, toy, weights
-from flux_ref.alive import Alive
-from flux_ref.arithmetic import arithmetic_of
+from flux_ref import checkpoint, cli, config, config_file, ranks, sharding, toy, weights
+from flux_ref.cli import Options, Refusal, Say, printable, shown
 from flux_ref.config import Config
-from flux_ref.data import ValSet
-from flux_ref.errors import Options, Refusal, Say, printable, shown
+from flux_ref.dataloader import ValSet
 from flux_ref.evaluate import validation_loss
 from flux_ref.files import read_text
 from flux_ref.optim import EMA
+from flux_ref.precision.recipe import recipe_of
 from flux_ref.ranks import World
-from flux_ref.step_runner import Validator
+from flux_ref.trainer import Validator
+from flux_ref.watchdog import Watchdog
 
 
 def main(argv: list[str]) -> int:
@@ -55,12 +55,12 @@ def main(argv: list[str]) -> int:
     own = {"parallel.replicate": 1} | config_file.parsed(options.overrides)  # one copy fits any world
     cfg = config_file.from_flat(cfg.name, config.flat(cfg) | own)
     with contextlib.ExitStack() as stack:
-        alive = stack.enter_context(Alive("eval.py", cfg.run.hang_s))
+        alive = stack.enter_context(Watchdog("eval.py", cfg.run.watchdog_s))
         world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
         alive.share(world.store)
         # Training may save and delete checkpoints while ranks look.
         names = ranks.gather_objects([str(path) for path in paths])[0]
-        sharding.choose_compiler_folder(cfg, world)
+        sharding.choose_compile_cache(cfg, world)
         evaluate(cfg, world, [Path(name) for name in names], options, alive.mark)
     ranks.stop()
     return 0
@@ -77,7 +77,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", action="extend", type=listed)
     parser.add_argument("--draw-only", action="store_true")
     for name in ("vae", "steps", "guidance", "seed"):
-        key = f"--sample.{name}={{}}"
+        key = f"--pictures.{name}={{}}"
         parser.add_argument(f"--{name}", dest="overrides", action="append", type=key.format, default=[])
     options, rest = parser.parse_known_args(argv)
     path, overrides = config_file.config_and_overrides(rest, default="runs/tiny")
@@ -115,10 +115,10 @@ def evaluate(cfg: Config, world: World, paths: list[Path], options: argparse.Nam
             val_set = ValSet(cfg, world.rank, world.size, world.pin)
             val_set.open()
     artist = None
-    if options.draw_only or options.prompts or cfg.sample.count:
+    if options.draw_only or options.prompts or cfg.pictures.count:
         artist = artist_of(cfg, world, val_set, options, at)
-    arithmetic = arithmetic_of(cfg)
-    steps = Validator(sharding.build(cfg, world, None, arithmetic), cfg, world)
+    recipe = recipe_of(cfg)
+    steps = Validator(sharding.build(cfg, world, None, recipe), cfg, world)
     for path in paths:
         try:
             with ranks.agreed():
@@ -127,7 +127,7 @@ def evaluate(cfg: Config, world: World, paths: list[Path], options: argparse.Nam
         except Refusal as refusal:
             if not (newer := replaced(path, options.path)):
                 raise
-            errors.notice(f"{refusal}; the newest is {newer}")
+            cli.notice(f"{refusal}; the newest is {newer}")
             if newer not in paths:
                 paths.append(newer)  # read by this loop
             continue
@@ -138,7 +138,7 @@ def evaluate(cfg: Config, world: World, paths: list[Path], options: argparse.Nam
         known = {key: int(value) for key, value in said.items()}
         record = {"weights": str(path), "name": source.info.get("name"), "samples": None, **known}
         samples = known.get("samples", 0)
-        arithmetic.begin(samples // cfg.train.global_batch)  # computes as the run at that time
+        recipe.begin(samples // cfg.train.global_batch)  # computes as the run at that time
         if val_set and not options.draw_only:
             result = validation_loss(steps, val_set, samples, at)
             record |= vars(result) | {"noise": cfg.eval.noise}
@@ -170,17 +170,17 @@ def artist_of(cfg: Config, world: World, val_set: ValSet | None, options: argpar
     """
     from flux_ref.pictures.artist import Artist
 
-    home = Path(cfg.sample.vae or options.path)
+    home = Path(cfg.pictures.vae or options.path)
     if not home.is_dir():
         home = home.parent
-    artist = Artist(cfg, world, Path(cfg.sample.vae or home))
+    artist = Artist(cfg, world, Path(cfg.pictures.vae or home))
     with ranks.agreed():
         if options.prompts:
             artist.take_prompts(options.prompts, home, at)
         elif val_set:
             artist.take_stored(val_set.shards)
         if not artist.captions:
-            raise Refusal("--draw-only has nothing to draw; give --prompt=TEXT or set sample.count above 0")
+            raise Refusal("--draw-only has nothing to draw; give --prompt=TEXT or set pictures.count above 0")
     return artist
 
 
@@ -203,4 +203,4 @@ def text(record: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    errors.leave(errors.run("eval.py", main, sys.argv[1:]))
+    cli.leave(cli.run("eval.py", main, sys.argv[1:]))

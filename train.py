@@ -15,19 +15,31 @@ import sys
 import time
 from pathlib import Path
 
-from flux_ref import config, config_file, errors, folder, graphs, ranks, schedule, sharding, shards, toy, weights
-from flux_ref.alive import Alive
-from flux_ref.arithmetic import arithmetic_of
-from flux_ref.benchmark import closed, convergence
-from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
+from flux_ref import (
+    cli,
+    config,
+    config_file,
+    dataset,
+    graphs,
+    mlperf_closed,
+    ranks,
+    run_folder,
+    schedule,
+    sharding,
+    toy,
+    weights,
+)
 from flux_ref.checkpoint import Records, Saver, load
+from flux_ref.cli import Interrupted
 from flux_ref.config import Config
-from flux_ref.data import TrainSet, ValSet
-from flux_ref.errors import Interrupted
+from flux_ref.dataloader import TrainSet, ValSet
 from flux_ref.evaluate import validation_loss
+from flux_ref.mlperf_log import RESUMED, BenchmarkLog
+from flux_ref.precision.recipe import recipe_of
 from flux_ref.ranks import World
 from flux_ref.report import Reporter
-from flux_ref.step_runner import State
+from flux_ref.trainer import TrainState
+from flux_ref.watchdog import Watchdog
 
 DEFAULT = os.path.relpath(Path(__file__).parent / "configs" / "tiny.toml")
 
@@ -39,17 +51,17 @@ def main(argv: list[str]) -> int:
         return 0
     path, overrides = config_file.config_and_overrides(argv, default=DEFAULT)
     cfg = config_file.load(path, overrides)
-    folder.require_own(path, cfg, overrides)
+    run_folder.require_own(path, cfg, overrides)
     batch = cfg.train.global_batch
-    errors.notice(f"flux_ref trains {path}; data: {cfg.data.train}; the run's files: {config.run_dir(cfg)}")
+    cli.notice(f"flux_ref trains {path}; data: {cfg.data.train}; the run's files: {config.run_dir(cfg)}")
     with contextlib.ExitStack() as stack:
         # Prepare: ranks, data sets, the run's folder
-        alive = stack.enter_context(Alive("train.py", cfg.run.hang_s))
+        alive = stack.enter_context(Watchdog("train.py", cfg.run.watchdog_s))
         world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
         alive.share(world.store)
         config_file.validate_world(cfg, world.size)
-        arithmetic = arithmetic_of(cfg)
-        arithmetic.require(config.micro_batch(cfg, world.size))
+        recipe = recipe_of(cfg)
+        recipe.require(config.micro_batch(cfg, world.size))
         with ranks.agreed():
             mode = graphs.mode(cfg, world.device)
         ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}")
@@ -57,23 +69,23 @@ def main(argv: list[str]) -> int:
         train_set, val_set = data_sets(cfg, world)
         sizes = {"train_samples": train_set.count, "val_samples": val_set.count}
         counts = sizes.values()
-        sharding.choose_compiler_folder(cfg, world)
-        saved = stack.enter_context(folder.held(cfg, world, sizes))
+        sharding.choose_compile_cache(cfg, world)
+        saved = stack.enter_context(run_folder.held(cfg, world, sizes))
         log = BenchmarkLog()
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log.text)))
         report.introduce(*counts)
-        if verdict := closed.verdict(cfg, *counts):
+        if verdict := mlperf_closed.verdict(cfg, *counts):
             report.say(f"  rules   {verdict}")
         gallery = None
-        if cfg.sample.count:  # before the clock starts, since a wrong autoencoder is refused
+        if cfg.pictures.count:  # before the clock starts, since a wrong autoencoder is refused
             from flux_ref.pictures.artist import Gallery
 
             gallery = Gallery(cfg, world, report, (val_set if cfg.data.val else train_set).shards)
-        if cfg.data.evict and shards.CAN_EVICT:
-            train_set.shards.evict()
-            val_set.shards.evict()
+        if cfg.data.drop_page_cache and dataset.HAS_FADVISE:
+            train_set.shards.drop_page_cache()
+            val_set.shards.drop_page_cache()
             log.cache_clear()
-        elif cfg.data.evict:
+        elif cfg.data.drop_page_cache:
             report.say("this system cannot drop the data set from its page cache, so the log has no cache_clear")
 
         # Build the state, warm up, then load a checkpoint: any finite weights serve the warm-up and the captures
@@ -81,11 +93,11 @@ def main(argv: list[str]) -> int:
         log.describe(cfg, world.size, *counts)
         alive.mark("building the model")
         imported = "" if saved else cfg.init.weights
-        net = sharding.build(cfg, world, None if imported else cfg.train.seed, arithmetic)
+        net = sharding.build(cfg, world, None if imported else cfg.train.seed, recipe)
         if imported:
-            weights.load_everywhere(net, Path(imported), cfg.model)
-        state = State(net, cfg, world)
-        runner = graphs.runner(state, cfg, world)
+            weights.load_pretrained(net, Path(imported), cfg.model)
+        state = TrainState(net, cfg, world)
+        runner = graphs.make_trainer(state, cfg, world)
         saver = Saver(cfg, world, state, sizes, report.say, saved) if cfg.checkpoint.save else None
         if saver:
             stack.callback(saver.wait)
@@ -96,8 +108,8 @@ def main(argv: list[str]) -> int:
             alive.mark("loading the checkpoint")
             report.resume(load(saved, state))
         # What can be refused has been refused: from here on the run writes into its folder
-        renamed_run = folder.begin(cfg, world, saved, stack)
-        log.write_to(config.run_dir(cfg) / folder.LOG if world.rank == 0 else Path(os.devnull))
+        renamed_run = run_folder.begin(cfg, world, saved, stack)
+        log.write_to(config.run_dir(cfg) / run_folder.LOG if world.rank == 0 else Path(os.devnull))
         if renamed_run:
             report.say(f"  {renamed_run}")
         report.write_environment(runner.graph_bytes)
@@ -106,7 +118,7 @@ def main(argv: list[str]) -> int:
 
         # Train, until the target or train.max_samples is reached
         reached = False
-        stack.enter_context(errors.faults())
+        stack.enter_context(cli.faults())
         log.run_start()  # spec: the first byte of training and validation data is read after this
         try:
             ranks.barrier()  # rank 0 has the clock; no rank reads before it has started
@@ -117,9 +129,9 @@ def main(argv: list[str]) -> int:
             runner.health.restart(state.step)
             report.begin(state.samples)
             while True:
-                if preset := arithmetic.switches.get(state.step):
+                if preset := recipe.switches.get(state.step):
                     report.say(f"samples {state.samples:>10,}  precision switches to {preset}")
-                if gallery and schedule.due(state.samples, cfg.sample.every_samples, batch):
+                if gallery and schedule.due(state.samples, cfg.pictures.every_samples, batch):
                     if shortage := runner.shortage():
                         report.say(f"samples {state.samples:>10,}  no pictures: {shortage}")
                     else:
@@ -130,13 +142,13 @@ def main(argv: list[str]) -> int:
                     result = validation_loss(runner, val_set, state.samples, alive.stop_point)
                     log.eval_stop(state.samples, result.val_loss)
                     report.evaluation(state.samples, result, time.perf_counter() - begin)
-                    if warning := convergence.warning(cfg, report.val_curve):
+                    if warning := mlperf_closed.warning(cfg, report.val_curve):
                         report.say(warning)
                     reached = result.val_loss <= cfg.eval.target
                 if reached or state.samples >= cfg.train.max_samples:
                     break
                 log.block_start(state.samples)
-                runner.train_on(feed)
+                runner.step(feed)
                 report.bar.update(batch)
                 if schedule.logs(state.samples, cfg):
                     report.step(runner)
@@ -155,14 +167,14 @@ def main(argv: list[str]) -> int:
             finally:
                 log.run_stop(state.samples, success=False, reason=str(error) or type(error).__name__)
             raise
-        outcome = folder.REACHED if reached else folder.ENDED
+        outcome = run_folder.REACHED if reached else run_folder.ENDED
         log.run_stop(state.samples, reached, outcome)
 
         # The end: the last checkpoint, and pictures, which need the memory of the graphs
         save_and_wait(saver, state, unwritten=report.unwritten)
         if failure := report.failure or log.failure:
             raise failure
-        alive.let_go()
+        alive.release_signals()
         runner.close()
         if gallery:
             gallery.draw(state, alive.mark)
@@ -175,16 +187,16 @@ def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
     """Both data sets, not opened yet. Makes a set of data.kind=toy on first use. Collective."""
     with ranks.agreed():
         if world.rank == 0 and cfg.data.pictures:
-            from flux_ref.pictures import own_set
+            from flux_ref.pictures import toy_from_pictures
 
-            own_set.ensure(cfg)
+            toy_from_pictures.ensure(cfg)
         elif world.rank == 0:
             toy.ensure(cfg)
     with ranks.agreed():
         return TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)
 
 
-def save_and_wait(saver: Saver | None, state: State, reason: str = "", unwritten: Records = ()) -> None:
+def save_and_wait(saver: Saver | None, state: TrainState, reason: str = "", unwritten: Records = ()) -> None:
     """Save a checkpoint, and return when it is saved. Collective.
 
     reason: of the save, for the message of a Fault. unwritten: as for Saver.save.
@@ -195,4 +207,4 @@ def save_and_wait(saver: Saver | None, state: State, reason: str = "", unwritten
 
 
 if __name__ == "__main__":
-    errors.leave(errors.run("train.py", main, sys.argv[1:]))
+    cli.leave(cli.run("train.py", main, sys.argv[1:]))

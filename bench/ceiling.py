@@ -19,12 +19,12 @@ from torch import Tensor
 
 from bench import common
 from bench.common import Clock
-from flux_ref import errors
-from flux_ref.arithmetic import DTYPES
+from flux_ref import cli
+from flux_ref.cli import Refusal, between
 from flux_ref.config import Config, ModelConfig
-from flux_ref.errors import Refusal, between
 from flux_ref.precision.fp8 import architecture, has_kernel, support
 from flux_ref.precision.policy import MULTIPLE, layers
+from flux_ref.precision.recipe import DTYPES
 from flux_ref.ranks import World
 from tools.shared import flops
 
@@ -118,7 +118,7 @@ def ceiling(cfg: Config, micro_batch: int, clock: Clock) -> dict:
     tflop = sum(product.tflop * product.per_step for product in wanted)
     report = {
         "micro_batch": micro_batch,
-        "dtype": cfg.parallel.dtype,
+        "dtype": cfg.compute.dtype,
         "tflop": tflop,
         "share_of_step": tflop / (flops.per_sample(cfg.model) / 1e12 * micro_batch),
         "plain": timed(wanted, maker(cfg, clock), clock),
@@ -132,7 +132,7 @@ def ceiling(cfg: Config, micro_batch: int, clock: Clock) -> dict:
 
 def maker(cfg: Config, clock: Clock) -> Callable[[Product], Callable]:
     """What makes the calls of products in the compute dtype."""
-    return partial(plain, device=clock.device, dtype=DTYPES[cfg.parallel.dtype])
+    return partial(plain, device=clock.device, dtype=DTYPES[cfg.compute.dtype])
 
 
 def timed(wanted: list[Product], make: Callable[[Product], Callable], clock: Clock) -> dict:
@@ -182,4 +182,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    errors.leave(errors.run("bench.ceiling", main, sys.argv[1:]))
+    cli.leave(cli.run("bench.ceiling", main, sys.argv[1:]))

@@ -20,13 +20,13 @@ import torch
 
 from bench.fake_ranks import fake_world
 from flux_ref import config, config_file, graphs, ranks
+from flux_ref.cli import Options, between
 from flux_ref.config import Config
-from flux_ref.errors import Options, between
 from flux_ref.model import parameter_table
 from flux_ref.precision.fp8 import architecture
 from flux_ref.ranks import World, device_name
 from flux_ref.report import commit
-from flux_ref.sharding import choose_compiler_folder
+from flux_ref.sharding import choose_compile_cache
 from tools.shared import json_option
 
 ALONE = "one rank: no gathers and no reductions, only FSDP2's casts and copies"  # what its figures leave out
@@ -72,7 +72,7 @@ def run(name: str, argv: list[str], parse: Callable, measure: Callable[[Config, 
             world = stack.enter_context(fake_world(count, replicate=cfg.parallel.replicate))
         else:
             world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
-        choose_compiler_folder(cfg, world)
+        choose_compile_cache(cfg, world)
         report = head(name, argv, world.device) if world.rank == 0 else {}  # git is asked once, not on every rank
         report |= {
             "arch": architecture(world.device),

@@ -2,7 +2,7 @@
 
 torch's fake process group answers every collective at once: each part of a gather holds this rank's values, and a
 reduction returns this rank's part. So no byte travels, and values stay finite. What remains is what a rank does itself:
-capture, memory, arithmetic, FSDP2's copies.
+capture, memory, recipe, FSDP2's copies.
 """
 
 from collections import Counter

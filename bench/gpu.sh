@@ -31,15 +31,15 @@ bench() { # NAME MODULE OPTION...
 }
 
 part() { # NAME ROWS OPTION...: a step with FSDP2 on one rank, of some blocks of full width
-  bench "$1" step "${config[@]}" "${cut[@]}" "${times[@]}" --synthetic --parallel.activation_budget=1.0 \
-    --train.global_batch="$2" --train.micro_batch="$2" --graph.enabled=off --parallel.compile=true "${@:3}"
+  bench "$1" step "${config[@]}" "${cut[@]}" "${times[@]}" --synthetic --compute.activation_memory_budget=1.0 \
+    --train.global_batch="$2" --train.micro_batch="$2" --compute.cuda_graphs=off --compute.compile=true "${@:3}"
 }
 
 "$python" -c "import diffusers" 2>/dev/null || echo "race_*: left out, as the package diffusers is not here"
 peer() { # NAME OPTION...
   "$python" -c "import diffusers" 2>/dev/null || return
   bench "$1" race "${config[@]}" --model.double_blocks=1 --model.single_blocks=1 "${times[@]}" \
-    --train.global_batch="$rows" --train.micro_batch="$rows" --parallel.activation_budget=1.0 "${@:2}"
+    --train.global_batch="$rows" --train.micro_batch="$rows" --compute.activation_memory_budget=1.0 "${@:2}"
 }
 
 tests() { # NAME FILE...: in processes one after another, until every test has an outcome
@@ -59,7 +59,7 @@ mapfile -t others < <(grep -v graph <<<"$marked")
 config=(--config configs/schnell_gbs512.toml) cut=(--model.double_blocks=4 --model.single_blocks=8)
 times=(--steps=10 --warmup=3) ranks=8 rows=32 larger="4 8 16 64" layouts="16_0.5 16_0.9 8_1.0" flash=flash
 if [ $small ]; then config=(--config tests/micro.toml) cut=() times=(--steps=2 --warmup=1) ranks=4 rows=4 larger=2 layouts=2_0.5 flash=auto; fi
-captured=--graph.enabled=on
+captured=--compute.cuda_graphs=on
 delayed=(--precision.preset=fp8_delayed --precision.dynamic_steps=0)
 
 for pass in new again; do # what decides most comes first
@@ -67,23 +67,23 @@ for pass in new again; do # what decides most comes first
   # The whole net at the config's layout, as one rank of 8: its capture with accumulation, its memory, FSDP2's copies.
   bench fake_ranks step "${config[@]}" "${times[@]}" --fake-ranks=$ranks
   bench ceiling ceiling "${config[@]}" --micro-batches 8 16
-  part eager $rows --parallel.compile=false
+  part eager $rows --compute.compile=false
   part compiled $rows --profile="$out/compiled_trace.json"
   part graph $rows $captured
   part graph_fp8_delayed $rows $captured "${delayed[@]}"
   part fp8_delayed $rows "${delayed[@]}" --profile="$out/fp8_delayed_trace.json"
   run tests_others bash -c 'tests tests_others "$@"' _ "${others[@]}"
-  peer race_compiled --parallel.compile=true
+  peer race_compiled --compute.compile=true
   part fp8 $rows --precision.preset=fp8
-  part flash $rows --parallel.attention=$flash
+  part flash $rows --compute.attention=$flash
   part regions_of_2 $rows --parallel.region_blocks=2
   part regions_of_4 $rows --parallel.region_blocks=4
   # The layouts that `tools.plan --layouts` finds best for 8 H100: micro-batch and budget.
   for layout in $layouts; do
-    own=("${layout%_*}" --parallel.activation_budget="${layout#*_}" $captured)
+    own=("${layout%_*}" --compute.activation_memory_budget="${layout#*_}" $captured)
     part "layout_$layout" "${own[@]}"
     part "layout_fp8_delayed_$layout" "${own[@]}" "${delayed[@]}"
   done
-  peer race_eager --parallel.compile=false
+  peer race_eager --compute.compile=false
   for count in $larger; do part "batch_$count" "$count"; done
 done

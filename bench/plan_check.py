@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import mean, median
 
 from bench.common import commit
-from flux_ref import errors
-from flux_ref.errors import Options
+from flux_ref import cli
+from flux_ref.cli import Options
 from tools.plan import public
 from tools.plan.public import System
 
@@ -113,4 +113,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(errors.run("bench.plan_check", main, sys.argv[1:]))
+    sys.exit(cli.run("bench.plan_check", main, sys.argv[1:]))

@@ -1,8 +1,8 @@
 """Our model against diffusers' FLUX, step by step in turn; bench/README.md explains every figure.
 
-    python -m bench.race --parallel.compile=true            configs/tiny.toml, the blocks of both sides compiled
+    python -m bench.race --compute.compile=true            configs/tiny.toml, the blocks of both sides compiled
     python -m bench.race --config configs/schnell_gbs512.toml --model.double_blocks=1 --model.single_blocks=1 \\
-        --train.global_batch=1 --train.micro_batch=1 --parallel.dtype=fp32          a pair of full width
+        --train.global_batch=1 --train.micro_batch=1 --compute.dtype=fp32          a pair of full width
 
 --steps N (20) timed after --warmup N (3); --section.key=value overrides the config as in train.py. Neither side is
 sharded: this compares models, not training systems.
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from bench import common
 from bench.common import END, Clock
-from flux_ref import config, errors, flow, sharding
-from flux_ref.arithmetic import DTYPES
+from flux_ref import cli, config, flow, sharding
+from flux_ref.cli import Fault, Refusal
 from flux_ref.config import Config, ModelConfig
-from flux_ref.data import Batch, allocate, synthetic
-from flux_ref.errors import Fault, Refusal
-from flux_ref.latents import image_positions
+from flux_ref.dataloader import Batch, allocate, synthetic
+from flux_ref.flow import image_positions
 from flux_ref.model import Flux
+from flux_ref.precision.recipe import DTYPES
 from flux_ref.ranks import World
 from tools.export import diffusers_config
 
@@ -85,9 +85,9 @@ def prepare(kind: type[OurFlux] | type[DiffusersFlux], cfg: Config, device: torc
     with torch.no_grad():
         for parameter in net.parameters():
             # numerics: parameters only; Module.to would also cast our fp32 RoPE table.
-            parameter.data = parameter.data.normal_(std=0.02).to(DTYPES[cfg.parallel.dtype])
+            parameter.data = parameter.data.normal_(std=0.02).to(DTYPES[cfg.compute.dtype])
     net.materialise(device)
-    if cfg.parallel.compile:
+    if cfg.compute.compile:
         options = sharding.options(device, {}) if kind is OurFlux else None  # as each side's own trainer compiles
         for block in (*net.double_blocks, *net.single_blocks):
             block.compile(fullgraph=True, dynamic=False, options=options)
@@ -107,7 +107,7 @@ def timed_step(side: Contender, batch: Batch, cfg: Config, clock: Clock) -> floa
     """Milliseconds of one step with clipping and AdamW, begun on an idle device."""
     clock.start()
     clock.mark("step")
-    flow.losses(side.net, batch, DTYPES[cfg.parallel.dtype]).mean().backward()
+    flow.losses(side.net, batch, DTYPES[cfg.compute.dtype]).mean().backward()
     torch.nn.utils.clip_grad_norm_(side.net.parameters(), cfg.optim.clip_norm)
     side.opt.step()
     side.opt.zero_grad(set_to_none=True)
@@ -157,4 +157,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    errors.leave(errors.run("bench.race", main, sys.argv[1:]))
+    cli.leave(cli.run("bench.race", main, sys.argv[1:]))

@@ -28,15 +28,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import ceiling, common, fake_ranks
 from bench.common import END, Clock
-from flux_ref import config_file, errors, graphs, ranks, sharding, toy
-from flux_ref.arithmetic import Arithmetic, arithmetic_of
+from flux_ref import cli, config_file, graphs, ranks, sharding, toy
+from flux_ref.cli import Fault, between
 from flux_ref.config import Config, micro_batch
-from flux_ref.data import Batch, Feed, TrainSet, copy_next
-from flux_ref.errors import Fault, between
+from flux_ref.dataloader import Batch, Feed, TrainSet, copy_next
+from flux_ref.precision.recipe import PrecisionRecipe, recipe_of
 from flux_ref.ranks import World, peak_memory_gb
 from flux_ref.sharding import ShardedFlux
-from flux_ref.step import NEVER, Health, train_step
-from flux_ref.step_runner import State, StepRunner
+from flux_ref.trainer import NEVER, Health, Trainer, TrainState, train_step
 
 SPLIT_STEPS = 5
 PROFILED_STEPS = 3
@@ -67,10 +66,10 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     config_file.validate_world(cfg, world.size)
     clock = Clock(world.device)
     train_set = None if args.synthetic else data_set(cfg, world)
-    arithmetic = arithmetic_of(cfg)
-    arithmetic.require(micro_batch(cfg, world.size))
-    state = State(build(cfg, world, arithmetic, args.synthetic), cfg, world)
-    run = graphs.runner(state, cfg, world)
+    recipe = recipe_of(cfg)
+    recipe.require(micro_batch(cfg, world.size))
+    state = TrainState(build(cfg, world, recipe, args.synthetic), cfg, world)
+    run = graphs.make_trainer(state, cfg, world)
     run.warm_up()
     feed = None
     kernels: dict[str, object] = {}
@@ -78,7 +77,7 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
         if world.device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats()  # a replay allocates nothing, its capture does
         run.capture()
-        if arithmetic.remembering:
+        if recipe.state():
             state.set_counters(cfg.precision.dynamic_steps, 0)  # all but the first steps are like those from here on
         if train_set:
             with ranks.agreed():
@@ -152,12 +151,12 @@ def data_set(cfg: Config, world: World) -> TrainSet:
         return TrainSet(cfg, world.rank, world.size, world.pin)
 
 
-def build(cfg: Config, world: World, arithmetic: Arithmetic, synthetic: bool) -> ShardedFlux:
+def build(cfg: Config, world: World, recipe: PrecisionRecipe, synthetic: bool) -> ShardedFlux:
     """The sharded net; for synthetic batches with random weights in every layer, drawn by the device.
 
     As training begins, gates are zero and so are most gradients; products of zeros cost a device less power and time.
     """
-    net = sharding.build(cfg, world, None if synthetic else cfg.train.seed, arithmetic)
+    net = sharding.build(cfg, world, None if synthetic else cfg.train.seed, recipe)
     if synthetic:
         torch.manual_seed(cfg.train.seed)
         with torch.no_grad():
@@ -166,7 +165,7 @@ def build(cfg: Config, world: World, arithmetic: Arithmetic, synthetic: bool) ->
     return net
 
 
-def run_steps(steps: StepRunner, feed: Feed | None, clock: Clock, count: int) -> float:
+def run_steps(steps: Trainer, feed: Feed | None, clock: Clock, count: int) -> float:
     """The steps of train.py's loop, marked; returns this rank's last loss. Raises: Fault if a value is not finite.
 
     On an accelerator the span "data" begins when the device has finished the step before and ends when the batch
@@ -181,12 +180,12 @@ def run_steps(steps: StepRunner, feed: Feed | None, clock: Clock, count: int) ->
         steps.step()
         clock.mark(END)
     if (steps.health.first_bad != NEVER).any():
-        remedy = "lower optim.lr or take another parallel.attention"
+        remedy = "lower optim.lr or take another compute.attention"
         raise Fault(f"the loss or the gradient norm is not finite, so the times mean nothing; {remedy}")
-    return float(steps.loss)
+    return float(steps.health.loss)
 
 
-def split(cfg: Config, state: State, batch: Batch, clock: Clock) -> dict:
+def split(cfg: Config, state: TrainState, batch: Batch, clock: Clock) -> dict:
     """Median milliseconds of forward, backward and optimizer over eager steps, each begun on an idle device.
 
     The marks sit in hooks around train_step, so micro-batches add up.
@@ -219,4 +218,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    errors.leave(errors.run("bench.step", main, sys.argv[1:]))
+    cli.leave(cli.run("bench.step", main, sys.argv[1:]))

@@ -9,7 +9,7 @@ A folder gets this name only after every byte is on the disk; folders with other
 A checkpoint holds fp32 weights, the optimizer's moments, the history of delayed FP8 scales, the counters and the
 config. Nothing in it belongs to a rank, so any number of ranks can continue from it. With NAME as Black Forest Labs'
 name of a parameter, its keys are model.NAME, optimizer.state.NAME.{exp_avg,exp_avg_sq} and fp8.history.LAYER. With
-optim.ema there is also optimizer.state.NAME.ema.
+optim.ema_half_life there is also optimizer.state.NAME.ema.
 """
 
 import json
@@ -25,17 +25,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flux_ref import config, files, ranks, sharding, tensors
+from flux_ref import config, files, ranks, safetensors_io, sharding
+from flux_ref.cli import Fault, Refusal, Say, one_line
 from flux_ref.config import Config, Shapes
-from flux_ref.errors import Fault, Refusal, Say, one_line
 from flux_ref.ranks import World
-from flux_ref.step_runner import State
+from flux_ref.trainer import TrainState
 
 MANIFEST = "manifest.json"
-FORMAT = 2  # of the manifest and the files
+FORMAT = 3  # of the manifest and the files
 NAMES = "step_" + 9 * "[0-9]"  # as of files
 FILE_BYTES = 2**28  # writing takes as much host memory; a reader of some rows reads the whole file, for its checksum
-HISTORY = "fp8.history."  # and a layer: how the keys of delayed scales begin
 
 
 def folder_of(run: Path) -> Path:
@@ -66,17 +65,18 @@ Records = Sequence[tuple[str, str]]  # the name of a file of the run, and a line
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Rows first, first + 1, ... of a tensor of `shape`, as `local` on this rank."""
+    """Rows first, first + 1, ... of a tensor of `shape`, as `local` on this rank. replicated: every rank has all."""
 
     local: Tensor
     first: int
     shape: torch.Size
+    replicated: bool = False
 
 
 Rows = dict[str, TensorSlice]  # by checkpoint key
 
 
-def rows_of(state: State) -> Rows:
+def rows_of(state: TrainState) -> Rows:
     """All tensors of a state by checkpoint key, as the rows that this rank holds. They share memory with the state."""
     rows = {}
     for name, parameter in sharding.named_parameters(state.net).items():
@@ -85,10 +85,8 @@ def rows_of(state: State) -> Rows:
     for moment, values in state.opt.states().items():
         for name, tensor in zip(state.opt.names, values):
             rows[f"optimizer.state.{name}.{moment}"] = replace(rows[f"model.{name}"], local=tensor)
-    precision = state.arithmetic
-    for layer, history in zip(precision.remembering, precision.history.split(2)):  # every rank has all of it
-        rows[f"{HISTORY}{layer}"] = TensorSlice(history, 0, history.shape)
-    return rows
+    replicated = {key: TensorSlice(tensor, 0, tensor.shape, True) for key, tensor in state.recipe.state().items()}
+    return rows | replicated
 
 
 def rows_to_write(rows: Rows, world: World) -> Rows:
@@ -103,12 +101,12 @@ def rows_to_write(rows: Rows, world: World) -> Rows:
     for key, part in rows.items():
         writer = written.index(min(written))
         written[writer] += part.shape.numel()
-        if writer == replica and part.local.numel() and (shard == 0 or not key.startswith(HISTORY)):
+        if writer == replica and part.local.numel() and (shard == 0 or not part.replicated):
             own[key] = part
     return own
 
 
-def host_copies(rows: Rows, pin: bool) -> list[Rows]:
+def allocate_host_buffers(rows: Rows, pin: bool) -> list[Rows]:
     """The same rows, all fp32, as undefined host tensors, in groups that become files. pin: pinned.
 
     A group has one buffer of at most FILE_BYTES, or one tensor: torch rounds each pinned allocation up to a power of
@@ -141,7 +139,7 @@ def write_rank(folder: Path, rank: int, groups: list[Rows]) -> Written:
     written: Written = {}
     for number, rows in enumerate(groups):
         name = f"rank_{rank:05d}_{number:03d}.safetensors"
-        checksum = tensors.write(folder / name, {key: row.local for key, row in rows.items()})
+        checksum = safetensors_io.write(folder / name, {key: row.local for key, row in rows.items()})
         written[name] = (checksum, {key: (row.first, len(row.local)) for key, row in rows.items()})
     return written
 
@@ -181,7 +179,7 @@ class Saver:
         self,
         cfg: Config,
         world: World,
-        state: State,
+        state: TrainState,
         facts: dict[str, int],
         say: Say,
         saved: Path | None = None,
@@ -208,7 +206,7 @@ class Saver:
         self.failure: str | None = None  # why the newest save failed
         self._require_place()
         with ranks.agreed():
-            self.host = host_copies(rows_to_write(rows, world), world.pin)
+            self.host = allocate_host_buffers(rows_to_write(rows, world), world.pin)
 
     def _require_place(self) -> None:
         """Rank 0 makes a file among the checkpoints, or above, and every rank looks for it."""
@@ -229,7 +227,7 @@ class Saver:
             if self.world.rank == 0:
                 trial.unlink()
 
-    def save(self, state: State, unwritten: Records = ()) -> None:
+    def save(self, state: TrainState, unwritten: Records = ()) -> None:
         """Begin to save a state, unless this step is saved already. Waits for the save before. Collective.
 
         unwritten: records that could not be written into the run's folder; a run that goes on from here writes them.
@@ -347,10 +345,10 @@ class Checkpoint:
         """Rows of a tensor in one of the files. Raises: Refusal."""
         path = self.folder / name
         try:
-            if name not in self._right and (not path.is_file() or tensors.crc32(path) != self.files[name][0]):
+            if name not in self._right and (not path.is_file() or safetensors_io.crc32(path) != self.files[name][0]):
                 raise self._damaged(path)
             self._right.add(name)
-            return tensors.read_rows(path, key, first, count, "checkpoint file")
+            return safetensors_io.read_rows(path, key, first, count, "checkpoint file")
         except (OSError, Refusal):
             if self.folder.exists():
                 raise
@@ -367,22 +365,22 @@ class Checkpoint:
         return Refusal(f"checkpoint file {path} is missing or damaged (checksum differs); {remedy}")
 
 
-def load(path: Path, state: State) -> dict:
+def load(path: Path, state: TrainState) -> dict:
     """Fill weights, moments, history and counters from a checkpoint of the same run. Collective. Raises: Refusal.
 
     Returns: what the checkpoint says of the training.
 
-    Each rank reads only its own rows. A layer that is absent in the checkpoint had no delayed sides so far, so its
-    history begins empty, as it would have in a run that knew all stages from the start.
+    Each rank reads only its own rows. A layer without a history in the checkpoint had no delayed sides so far. Its
+    history begins empty, as in a run that knew all stages from the start.
     """
     with ranks.agreed(), torch.no_grad():
         saved = Checkpoint(path)
         for key, row in rows_of(state).items():
-            if key.startswith(HISTORY) and key not in saved.shapes:
+            if row.replicated and key not in saved.shapes:
                 row.local.zero_()
             else:
                 row.local.copy_(saved.read(key, row.first, len(row.local)))
-    state.arithmetic.set_scales()
+    state.recipe.after_load()
     state.set_counters(saved.info["step"], saved.info["samples"])
     state.opt.set_steps(state.step)
     return saved.info

@@ -66,8 +66,8 @@ def size(default: int, meaning: str) -> Any:
 @dataclass(frozen=True)
 class RunConfig:
     dir: str = free("", "the run's folder; empty: runs/<config name>")
-    overwrite: bool = free(False, "begin anew: the run that the folder NAME holds is renamed to NAME.1 (.2, ...)")
-    hang_s: float = free(600.0, "end the job after so many seconds without progress; 0: never")
+    start_fresh: bool = free(False, "begin anew: the run that the folder NAME holds is renamed to NAME.1 (.2, ...)")
+    watchdog_s: float = free(600.0, "end the job after so many seconds without progress; 0: never")
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,13 @@ class TrainConfig:
         0, "most samples per forward on one rank, the rest is gradient accumulation; 0: no accumulation"
     )
     caption_drop: float = key(0.1, "probability that a training sample has the empty caption", most=1, closed=REFERENCE)
-    timestep: str = key(
+    timestep_sampling: str = key(
         "uniform", "distribution of the time t in training", choices=("uniform", "logit_normal"), closed=REFERENCE
     )
-    timestep_mean: float = key(
+    logit_mean: float = key(
         0.0, "logit_normal: mean of the logit of t; below 0: more times near the data, t = 0", least=-16
     )
-    timestep_width: float = key(1.0, "logit_normal: standard deviation of the logit of t")
+    logit_std: float = key(1.0, "logit_normal: standard deviation of the logit of t")
     timestep_shift: float = key(
         1.0,
         "then t becomes shift t / (1 + (shift - 1) t); above 1: more times near the noise",
@@ -156,13 +156,13 @@ class OptimConfig:
 
     lr: float = key(2e-4, "learning rate after the warm-up")
     warmup_steps: int = key(1600, "steps of the linear warm-up")
-    decay_steps: int = key(0, "step at which the rate has fallen linearly to lr / 10; 0: it stays lr", closed=REFERENCE)
+    decay_end_step: int = key(0, "step at which lr has fallen linearly to a tenth; 0: it stays", closed=REFERENCE)
     beta1: float = key(0.9, "decay of the first moment", most=0.999999999, closed=CHECKER)
     beta2: float = key(0.95, "decay of the second moment", most=0.999999999, closed=CHECKER)
     eps: float = key(1e-8, "added to the root of the second moment, in fp32", least=1e-30, closed=CHECKER)
     weight_decay: float = key(0.1, "decay of every parameter per step, times lr", closed=CHECKER)
     clip_norm: float = key(1.0, "most that the norm of all gradients may be", least=1e-6, closed=CHECKER)
-    ema: int = key(0, "half-life in samples of an average of the weights (eval.py --ema); 0: none")
+    ema_half_life: int = key(0, "half-life in samples of an average of the weights (eval.py --ema); 0: none")
 
 
 @dataclass(frozen=True)
@@ -196,11 +196,11 @@ class DataConfig:
     empty: str = free(
         "", "folder of t5_empty.npy and clip_empty.npy; empty: empty_encodings beside the folder data.train"
     )
-    train_count: int = key(0, "required number of samples, 0: any; of drawings the number to make")
-    val_count: int = key(0, "the same of validation samples")
+    train_samples: int = key(0, "required number of samples, 0: any; of drawings the number to make")
+    val_samples: int = key(0, "the same of validation samples")
     workers: int = free(4, "reading threads per rank", least=1, most=1024)
     prefetch: int = free(2, "batches read ahead per rank; 0: the training thread reads each itself", most=1024)
-    evict: bool = free(
+    drop_page_cache: bool = free(
         True, "drop the data set from the page cache before the clock starts (in the log: cache_clear)", closed=CHECKER
     )
 
@@ -209,14 +209,18 @@ class DataConfig:
 class ParallelConfig:
     replicate: int = free(0, "number of full copies of the model: 1 is FSDP, n is HSDP, 0 is one copy per node")
     region_blocks: int = free(1, "blocks per FSDP unit and per compiled graph", least=1)
+    reduce_dtype: str = key("fp32", "dtype of the gradient reduction", choices=("bf16", "fp32"))
+    kept_regions: int = free(0, "number of last regions whose weights stay gathered through a step; -1: all", least=-1)
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
     dtype: str = key(
         "bf16", "dtype of weights and activations in compute; master weights are always fp32", choices=("bf16", "fp32")
     )
-    reduce_dtype: str = key("fp32", "dtype of the gradient reduction", choices=("bf16", "fp32"))
-    kept_regions: int = free(0, "number of last regions whose weights stay gathered through a step; -1: all", least=-1)
     compile: bool = free(False, "torch.compile of each region")
-    activation_budget: float = free(1.0, "with compile: share of the activations that are kept for backward", most=1)
-    recompute: str = free(
+    activation_memory_budget: float = free(1.0, "with compile: share of activations that backward finds kept", most=1)
+    activation_checkpointing: str = free(
         "none",
         "block keeps only the input of each block for backward",
         choices=("none", "block"),
@@ -224,18 +228,14 @@ class ParallelConfig:
     attention: str = free(
         "auto", "kernel on a GPU; auto: the fastest", choices=("auto", "cudnn", "flash", "efficient", "math")
     )
-
-
-@dataclass(frozen=True)
-class GraphConfig:
-    enabled: str = free(
+    cuda_graphs: str = free(
         "auto", "replay whole steps as captured graphs; auto: on NVIDIA devices", choices=("auto", "on", "off")
     )
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Number formats of the blocks' linears (docs/precision.md). Everything else computes in parallel.dtype."""
+    """Number formats of the blocks' linears (docs/precision.md). Everything else computes in compute.dtype."""
 
     preset: str = key("bf16", "bf16, fp8, fp8_delayed, mxfp8, under80, mxfp6_fp4 or nvfp4")
     rules: tuple[str, ...] = key((), 'added to this preset: "LAYER PRODUCT: LEFT x RIGHT"; the last match decides')
@@ -252,12 +252,12 @@ class PrecisionConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every block computes in parallel.dtype, so that precision/ is not asked."""
+        """Whether every block computes in compute.dtype, so that precision/ is not asked."""
         return self.preset == "bf16" and not self.rules and not self.switch
 
 
 @dataclass(frozen=True)
-class SampleConfig:
+class PicturesConfig:
     count: int = free(0, "pictures drawn from stored captions at the end of a run and by eval.py")
     every_samples: int = free(
         0, "draw them also so often, on the clock, beside captured graphs too; 0: at the end only"
@@ -290,9 +290,9 @@ class Config:
     eval: EvalConfig = EvalConfig()
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
-    graph: GraphConfig = GraphConfig()
+    compute: ComputeConfig = ComputeConfig()
     precision: PrecisionConfig = PrecisionConfig()
-    sample: SampleConfig = SampleConfig()
+    pictures: PicturesConfig = PicturesConfig()
     mllog: MllogConfig = MllogConfig()
 
 

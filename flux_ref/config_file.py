@@ -14,8 +14,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, get_args
 
+from flux_ref.cli import Refusal, printable, shown
 from flux_ref.config import KEYS, Config, Values, flat, rank_batch
-from flux_ref.errors import Refusal, printable, shown
 from flux_ref.files import decode, read_text
 
 
@@ -144,17 +144,17 @@ def validate(cfg: Config) -> None:
         "model.latent_height and model.latent_width must be even: tokens are 2 x 2 patches": (
             model.latent_height % 2 == model.latent_width % 2 == 0
         ),
-        "parallel.attention=cudnn and flash know no fp32; set parallel.dtype=bf16 or parallel.attention=auto": (
-            cfg.parallel.attention not in ("cudnn", "flash") or cfg.parallel.dtype == "bf16"
+        "compute.attention=cudnn and flash know no fp32; set compute.dtype=bf16 or compute.attention=auto": (
+            cfg.compute.attention not in ("cudnn", "flash") or cfg.compute.dtype == "bf16"
         ),
         "data.kind=toy makes a data set: give --data.pictures=DIR, a folder of captioned pictures, or set"
-        " data.train_count and data.val_count above 0 for drawings": (
-            data.kind != "toy" or data.pictures or (data.train_count and data.val_count)
+        " data.train_samples and data.val_samples above 0 for drawings": (
+            data.kind != "toy" or data.pictures or (data.train_samples and data.val_samples)
         ),
         "data.pictures makes a data set of data.kind=toy; set data.kind=toy, or prepare the pictures as"
         " docs/own_pictures.md says": data.kind == "toy" or not data.pictures,
-        "data.pictures makes a sample of each picture: set data.train_count and data.val_count to 0, or take"
-        " configs/own_small.toml": not (data.pictures and (data.train_count or data.val_count)),
+        "data.pictures makes a sample of each picture: set data.train_samples and data.val_samples to 0, or take"
+        " configs/own_small.toml": not (data.pictures and (data.train_samples or data.val_samples)),
     }
     for words, holds in rules.items():
         if not holds:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from flux_ref.data import ValSet, copy_next
-from flux_ref.errors import Fault, Say
-from flux_ref.step_runner import Validator
+from flux_ref.cli import Fault, Say
+from flux_ref.dataloader import ValSet, copy_next
+from flux_ref.trainer import Validator
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def validation_loss(
                 steps.validate()
                 stop_point(f"validation batch {batch} after {samples} samples")
     finally:
-        steps.sharded()  # also after an interruption: a checkpoint saves shards
+        steps.reshard()  # also after an interruption: a checkpoint saves shards
     dist.all_reduce(steps.sums)
     return summarise(steps.sums.tolist(), samples)  # sync: once per evaluation
 

@@ -19,7 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from flux_ref.errors import Progress, Refusal, notice
+from flux_ref.cli import Progress, Refusal, notice
 
 PARTIAL = ".flux_ref_partial"  # how the names of what is being written end
 

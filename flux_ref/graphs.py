@@ -11,16 +11,17 @@ A port to a device without graphs lets `obstacle` always return a reason: then a
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flux_ref import ranks
+from flux_ref.cli import Fault, Mark, Refusal, unmarked
 from flux_ref.config import Config
-from flux_ref.errors import Fault, Refusal, Say
 from flux_ref.ranks import World
-from flux_ref.step_runner import State, StepRunner
+from flux_ref.trainer import Trainer, TrainState
 
 CAPTURED = "captured"
 Figures = dict[str, float]  # of steps, by what they are
@@ -34,11 +35,11 @@ DECODING_BYTES = 2e9  # of the autoencoder and its activations for a picture of 
 def mode(cfg: Config, device: torch.device) -> str:
     """How a device runs the steps of a run: CAPTURED, or "eager (REASON)".
 
-    Raises: Refusal if graph.enabled=on cannot be honoured.
+    Raises: Refusal if compute.cuda_graphs=on cannot be honoured.
     """
-    reason = "graph.enabled=off" if cfg.graph.enabled == "off" else obstacle(device, cfg)
-    if reason and cfg.graph.enabled == "on":
-        raise Refusal(f"graph.enabled=on cannot be honoured: {reason}; graph.enabled=auto runs eagerly then")
+    reason = "compute.cuda_graphs=off" if cfg.compute.cuda_graphs == "off" else obstacle(device, cfg)
+    if reason and cfg.compute.cuda_graphs == "on":
+        raise Refusal(f"compute.cuda_graphs=on cannot be honoured: {reason}; set it to auto, which runs eagerly then")
     return f"eager ({reason})" if reason else CAPTURED
 
 
@@ -48,14 +49,14 @@ def obstacle(device: torch.device, cfg: Config) -> str:
         return f"a device of type {device.type} captures no graphs"
     if torch.version.hip and torch.__version__ < "2.12":  # github.com/pytorch/pytorch, issues 177309 and 176251
         return f"RCCL's watchdog invalidates captures in torch {torch.__version__}; 2.12 and later capture on HIP"
-    if torch.version.hip and cfg.graph.enabled != "on":
+    if torch.version.hip and cfg.compute.cuda_graphs != "on":
         return "on HIP graphs are captured only when asked for"
     return ""
 
 
-def runner(state: State, cfg: Config, world: World) -> StepRunner:
-    """The steps of a run as its mode asks for."""
-    return (CapturedRunner if mode(cfg, world.device) == CAPTURED else StepRunner)(state, cfg, world)
+def make_trainer(state: TrainState, cfg: Config, world: World) -> Trainer:
+    """The trainer that the mode of a run asks for."""
+    return (CapturedTrainer if mode(cfg, world.device) == CAPTURED else Trainer)(state, cfg, world)
 
 
 class Recorder:
@@ -86,71 +87,66 @@ class Recorder:
             if "out of memory" in str(root):  # of the allocator, or of the driver, which keeps the graph's nodes
                 raise root from None
             reason = str(root).partition("\n")[0]
-            raise Fault(f"a step cannot be captured: {reason}; set graph.enabled=off", alone=True) from error
+            raise Fault(f"a step cannot be captured: {reason}; set compute.cuda_graphs=off", alone=True) from error
         return graph
 
 
-class CapturedRunner(StepRunner):
+class CapturedTrainer(Trainer):
     """Steps that are captured as graphs after the warm-up, and replayed from then on."""
 
-    def __init__(self, state: State, cfg: Config, world: World):
+    def __init__(self, state: TrainState, cfg: Config, world: World):
         super().__init__(state, cfg, world)
         self.recorder = Recorder(world.device)
-        self.graphs: dict[str, Any] = {}  # what the recorder returns, by kind and phase
+        self.eager: dict[str, Callable[[], Any]] = {"train": self.train, "validate": self.validate}
+        self.graphs: dict[str, Any] = {}  # what the recorder returns, by kind of step and phase
         self.drawing_bytes = 0.0  # what a drawing takes beside the graphs, about
 
-    def train(self) -> None:
-        if not self.graphs:
-            return super().train()
-        self.graphs[f"train {self.state.arithmetic.phase(self.state.step)}"].replay()
+    def _replay(self, kind: str) -> None:
+        self.graphs[f"{kind} {self.state.recipe.phase(self.state.step)}"].replay()
 
-    def validate(self) -> None:
-        if not self.graphs:
-            return super().validate()
-        self.graphs[f"validate {self.state.arithmetic.phase(self.state.step)}"].replay()
-
-    def warm_up(self, at: Say = lambda place: None) -> None:
-        super().warm_up(at)
+    def warm_up(self, mark: Mark = unmarked) -> None:
+        super().warm_up(mark)
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats()
         before = torch.accelerator.memory_reserved()
-        super().validate()
-        self.sharded()
+        self.validate()
+        self.reshard()
         self.drawing_bytes = torch.accelerator.max_memory_reserved() - before
         if self.cfg.data.kind != "toy":
             self.drawing_bytes += DECODING_BYTES
 
-    def capture(self, at: Say = lambda place: None) -> None:
+    def capture(self, mark: Mark = unmarked) -> None:
         """Capture the steps and prove the graphs. The weights stay; what a step remembers is reset. Collective.
 
         Call it after `warm_up` and before a checkpoint is loaded. Raises: Fault.
         """
-        at("the eager steps of the proof")
-        with changed(self) as weights:
-            want = measured(self, weights)
-            again = measured(self, weights)
+        mark("the eager steps of the proof")
+        with perturbed_state(self) as weights:
+            want = run_probe_steps(self, weights)
+            again = run_probe_steps(self, weights)
         outside = bytes_outside()
         # The training graphs are larger. Captured first, they leave freed memory for the validation graphs.
         graphs = {}
-        for kind, work in (("train", super().train), ("validate", super().validate)):
-            for phase in self.state.arithmetic.phases:
-                self.state.arithmetic.begin(phase)
-                at(f"the capture of {kind} {phase}")
+        for kind, work in self.eager.items():
+            for phase in self.state.recipe.phases:
+                self.state.recipe.begin(phase)
+                mark(f"the capture of {kind} {phase}")
                 graphs[f"{kind} {phase}"] = self._captured(work)
         self.graphs = graphs
+        self.train, self.validate = partial(self._replay, "train"), partial(self._replay, "validate")
         KEPT.append(graphs)
-        at("the proof of the captured steps")
-        self.sharded()  # after a capture, FSDP2 takes the weights for gathered
-        with changed(self) as weights:
-            found = measured(self, weights)
+        mark("the proof of the captured steps")
+        self.reshard()  # after a capture, FSDP2 takes the weights for gathered
+        with perturbed_state(self) as weights:
+            found = run_probe_steps(self, weights)
         self.graph_bytes = bytes_outside() - outside
         with ranks.agreed():
             require_equal(found, want, again)
-        self.forget()  # also the average: it holds changed weights
+        self.reset()  # also the average: it holds changed weights
 
     def _captured(self, work: Callable[[], object]) -> Any:
         """With the net at the start of a step, and all ranks at rest. sync: before the clock starts."""
-        self.sharded()
+        self.reshard()
         gc.collect()  # what dies during a capture would be freed into it
         torch.accelerator.synchronize()
         ranks.barrier()  # no rank's collectives run into another's capture
@@ -172,6 +168,7 @@ class CapturedRunner(StepRunner):
         for graph in self.graphs.values():
             graph.reset()
         self.graphs.clear()
+        self.train, self.validate = self.eager["train"], self.eager["validate"]
         ranks.barrier()
 
 
@@ -187,16 +184,16 @@ def bytes_outside() -> int:
 
 @contextmanager
 @torch.no_grad()
-def changed(runner: StepRunner) -> Iterator[list[Tensor]]:
+def perturbed_state(trainer: Trainer) -> Iterator[list[Tensor]]:
     """A block with other weights and batches than those of the capture. They come back bit for bit.
 
     Each FSDP unit has a bias of a modulation or the head's. It grows by 1 and so opens the gates of a block; those of a
     fresh net are 0 and hide the block. The noise is so large that gradients are clipped. Gives copies of the block's
     weight shards on the host.
     """
-    opt = runner.state.opt
+    opt = trainer.state.opt
     biases = [shard for name, shard in zip(opt.names, opt.shards) if name.endswith((".lin.bias", ".linear.bias"))]
-    noises = [runner.train_batch["noise"], runner.val_batch["noise"]]
+    noises = [trainer.train_batch["noise"], trainer.val_batch["noise"]]
     olds = [tensor.clone() for tensor in (*biases, *noises)]
     torch._foreach_add_(biases, 1)
     torch._foreach_mul_(noises, 16)
@@ -204,33 +201,33 @@ def changed(runner: StepRunner) -> Iterator[list[Tensor]]:
     torch._foreach_copy_([*biases, *noises], olds)
 
 
-def measured(runner: StepRunner, weights: list[Tensor]) -> Figures:
+def run_probe_steps(trainer: Trainer, weights: list[Tensor]) -> Figures:
     """What two steps at learning rate 0, a validation and a step at RATE compute, in each phase, from the same start.
 
     The second step shows gradients that the first one has left.
-    weights: as `changed` gives them. They are in place again at the end. sync: the host reads all figures.
+    weights: as `perturbed_state` gives them. They are in place again at the end. sync: the host reads all figures.
     """
     found = {}
-    opt = runner.state.opt
-    for phase in runner.state.arithmetic.phases:
-        runner.forget()
-        runner.state.set_counters(phase, 0)
+    opt = trainer.state.opt
+    for phase in trainer.state.recipe.phases:
+        trainer.reset()
+        trainer.state.set_counters(phase, 0)
         for number, rate in ((1, 0.0), (2, 0.0), (3, RATE)):
             opt.lr.fill_(rate)
-            runner.train()
+            trainer.train()
             after = f"step {number} in phase {phase}"
-            found[f"loss of {after}"] = float(runner.loss)
-            found[f"norm of {after}"] = float(runner.grad_norm)
+            found[f"loss of {after}"] = float(trainer.health.loss)
+            found[f"norm of {after}"] = float(trainer.health.grad_norm)
             changes = (shard.detach() - weight.to(shard.device) for shard, weight in zip(opt.shards, weights))
             for kind, tensors in (*opt.states().items(), ("changes of weights", changes)):
                 found[f"sum of {kind} after {after}"] = sum(float(tensor.abs().sum()) for tensor in tensors)
         for shard, weight in zip(opt.shards, weights):
             shard.detach().copy_(weight)
-        runner.sums.zero_()
-        runner.validate()
-        found[f"loss of validation in phase {phase}"] = float(runner.sums[1].sum())
-        runner.sharded()
-    runner.state.set_counters(0, 0)
+        trainer.sums.zero_()
+        trainer.validate()
+        found[f"loss of validation in phase {phase}"] = float(trainer.sums[1].sum())
+        trainer.reshard()
+    trainer.state.set_counters(0, 0)
     return found
 
 
@@ -242,5 +239,5 @@ def require_equal(found: Figures, want: Figures, again: Figures) -> None:
         if not abs(found[name] - value) <= allowed:
             raise Fault(
                 f"a captured step computes another {name} than the eager step: {found[name]:.8g}, not {value:.8g}"
-                f" (allowed: {allowed:.2g}); set graph.enabled=off"
+                f" (allowed: {allowed:.2g}); set compute.cuda_graphs=off"
             )

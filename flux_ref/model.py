@@ -4,10 +4,10 @@ Parameters keep the names of Black Forest Labs' code, so public weights load wit
 device, no mesh, no dtype policy. sharding.py splits the net over ranks from outside. What the words spec, numerics,
 port and sync mean in comments: PORTING.md.
 
-numerics: activations have the dtype of `img`. RoPE's table is computed in fp64 and stored in fp32. time_waves are
-computed in fp32, then cast to the dtype of the activations, in which time_in works. RMS norms compute and return fp32,
-but in a sharded net every parameter, their scale too, arrives rounded to parallel.dtype. Layer norms reduce in fp32 and
-return the dtype of the activations.
+numerics: activations have the dtype of `img`. RoPE's table is computed in fp64 and stored in fp32. The time's
+embedding is computed in fp32, then cast to the dtype of the activations, in which time_in works. RMS norms compute and
+return fp32, but in a sharded net every parameter, their scale too, arrives rounded to compute.dtype. Layer norms
+reduce in fp32 and return the dtype of the activations.
 """
 
 import math
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flux_ref.config import ModelConfig, Shape, Shapes
-from flux_ref.latents import image_positions
+from flux_ref.flow import image_positions
 
 # B batch  N image tokens (256)  T text tokens (256)  S tokens of a sequence: N, T or T + N (joint, text first)
 # D hidden (3072) = H heads (24) x K head dim (128)  R = K / 2 rotated pairs  M = mlp_ratio * D
@@ -63,7 +63,7 @@ def attention(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor) -> Tensor:
     return out_BHSK.transpose(1, 2).flatten(2)
 
 
-def time_waves(t_B: Tensor) -> Tensor:
+def timestep_embedding(t_B: Tensor) -> Tensor:
     """BFL flux's timestep_embedding, with its time_factor of 1000: (B, W) fp32, of t in [0, 1].
 
     port: all cosines first, then all sines.
@@ -91,7 +91,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.scale.shape, self.scale.float(), eps=NORM_EPS)
 
 
-class QKNorm(nn.Module):
+class QKNormRope(nn.Module):
     """Splits queries, keys and values into heads. Queries and keys get RMS norms over each head, then RoPE."""
 
     def __init__(self, head_dim: int):
@@ -142,7 +142,7 @@ class SelfAttention(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.qkv = nn.Linear(cfg.hidden, 3 * cfg.hidden)
-        self.norm = QKNorm(cfg.head_dim)
+        self.norm = QKNormRope(cfg.head_dim)
         self.proj = nn.Linear(cfg.hidden, cfg.hidden)
 
     def project(self, x_BSD: Tensor, rope_SR2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,7 +156,7 @@ def mlp(cfg: ModelConfig) -> nn.Sequential:
     return nn.Sequential(nn.Linear(cfg.hidden, inner), nn.GELU(approximate="tanh"), nn.Linear(inner, cfg.hidden))
 
 
-class DoubleBlock(nn.Module):
+class DoubleStreamBlock(nn.Module):
     """Image and text have their own weights each. They meet in attention."""
 
     def __init__(self, cfg: ModelConfig):
@@ -187,7 +187,7 @@ class DoubleBlock(nn.Module):
         return img_BND, txt_BTD
 
 
-class SingleBlock(nn.Module):
+class SingleStreamBlock(nn.Module):
     """One joint stream. Attention and MLP run side by side and share the first and the last linear.
 
     port: linear1's outputs are ordered (q|k|v, MLP). linear2's inputs are ordered (attention, MLP).
@@ -199,7 +199,7 @@ class SingleBlock(nn.Module):
         self.widths = (cfg.hidden, cfg.hidden, cfg.hidden, inner)  # of linear1's outputs
         self.linear1 = nn.Linear(cfg.hidden, 3 * cfg.hidden + inner)
         self.linear2 = nn.Linear(cfg.hidden + inner, cfg.hidden)
-        self.norm = QKNorm(cfg.head_dim)
+        self.norm = QKNormRope(cfg.head_dim)
         self.modulation = Modulation(cfg.hidden, 3)
 
     def forward(self, x_BSD: Tensor, vec_BD: Tensor, rope_SR2: Tensor) -> Tensor:
@@ -235,8 +235,8 @@ class Flux(nn.Module):
         self.time_in = MLPEmbedder(TIME_WAVES, cfg.hidden)
         self.vector_in = MLPEmbedder(cfg.clip_dim, cfg.hidden)
         self.txt_in = nn.Linear(cfg.t5_dim, cfg.hidden)
-        self.double_blocks = nn.ModuleList(DoubleBlock(cfg) for _ in range(cfg.double_blocks))
-        self.single_blocks = nn.ModuleList(SingleBlock(cfg) for _ in range(cfg.single_blocks))
+        self.double_blocks = nn.ModuleList(DoubleStreamBlock(cfg) for _ in range(cfg.double_blocks))
+        self.single_blocks = nn.ModuleList(SingleStreamBlock(cfg) for _ in range(cfg.single_blocks))
         self.final_layer = LastLayer(cfg)
         self.register_buffer("rope", self.make_rope(), persistent=False)
 
@@ -254,7 +254,7 @@ class Flux(nn.Module):
         """
         img_BND = self.img_in(img_BNP)
         txt_BTD = self.txt_in(txt_BTE)
-        vec_BD = self.time_in(time_waves(t_B).to(img_BNP.dtype)) + self.vector_in(clip_BV)
+        vec_BD = self.time_in(timestep_embedding(t_B).to(img_BNP.dtype)) + self.vector_in(clip_BV)
 
         for block in self.double_blocks:  # port: blocks of a kind have the same shapes; scan over their stacked weights
             img_BND, txt_BTD = block(img_BND, txt_BTD, vec_BD, self.rope)
@@ -265,7 +265,7 @@ class Flux(nn.Module):
 
 
 # How parameters start: the first pattern of their names (fnmatch) that fits. At first each block passes its input on,
-# and the output is 0. rng.start_values draws. spec: MLPerf reference, torchtitan experiments/flux, init_weights.
+# and the output is 0. rng.init_values draws. spec: MLPerf reference, torchtitan experiments/flux, init_weights.
 START = {
     "*.scale": "ones",
     "*.bias": "zeros",
@@ -277,7 +277,7 @@ START = {
 }
 
 
-def start_of(name: str, shape: Shape) -> tuple[str, float]:
+def init_spec(name: str, shape: Shape) -> tuple[str, float]:
     """How a parameter starts, by START: its distribution (zeros, ones, normal or uniform) and its width.
 
     The width is a standard deviation or, if uniform, a half-width: sqrt(6 / (inputs + outputs)).

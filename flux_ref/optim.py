@@ -22,7 +22,7 @@ CLIP_EPS = 1e-6  # numerics: added to the norm, as torch's clip_grad_norm_ does
 
 def state_kinds(cfg: OptimConfig) -> tuple[str, ...]:
     """The fp32 tensors that are kept for each parameter, in its shape: AdamW's moments and, if asked for, EMA."""
-    return ("exp_avg", "exp_avg_sq", EMA) if cfg.ema else ("exp_avg", "exp_avg_sq")
+    return ("exp_avg", "exp_avg_sq", EMA) if cfg.ema_half_life else ("exp_avg", "exp_avg_sq")
 
 
 class ShardedAdamW:
@@ -42,9 +42,10 @@ class ShardedAdamW:
         self.clip_norm = optim.clip_norm
         self.kinds = state_kinds(optim)
         # 1 - 0.5 ** (samples of a step / half-life). numerics: expm1 keeps its digits where the half-life is long.
-        self.ema_rate = -math.expm1(-math.log(2) * cfg.train.global_batch / optim.ema) if optim.ema else 0.0
+        half_life = optim.ema_half_life
+        self.ema_rate = -math.expm1(-math.log(2) * cfg.train.global_batch / half_life) if half_life else 0.0
         self.replicas = world.replicas
-        self.after_backward = net.arithmetic.after_backward
+        self.after_backward = net.recipe.after_backward
         self.names = net.names
         self.parameters = list(named_parameters(net).values())
         self.shards: list[Tensor] = [nn.Parameter(parameter.to_local().detach()) for parameter in self.parameters]

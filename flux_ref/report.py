@@ -17,18 +17,17 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from flux_ref import config, folder, graphs, loss_chart, ranks, schedule
-from flux_ref.arithmetic import arithmetic_of
-from flux_ref.attention import attention_kernel
+from flux_ref import config, graphs, loss_chart, ranks, run_folder, schedule
+from flux_ref.cli import Fault, Say, one_line, printable, progress
 from flux_ref.config import Config
-from flux_ref.errors import Fault, Say, one_line, printable, progress
 from flux_ref.evaluate import Validation
 from flux_ref.files import append, records, write_whole
 from flux_ref.loss_chart import Curve
 from flux_ref.model import parameter_table
+from flux_ref.precision.recipe import recipe_of
 from flux_ref.ranks import World, device_name, peak_memory_gb
-from flux_ref.step import NEVER, Health
-from flux_ref.step_runner import State, StepRunner
+from flux_ref.sharding import attention_kernel
+from flux_ref.trainer import NEVER, Health, Trainer, TrainState
 
 PICTURES = "pictures.jsonl"
 FIGURES = {"metrics.jsonl": "loss", "eval.jsonl": "val_loss", PICTURES: "right"}  # that each record must have
@@ -68,13 +67,13 @@ class Reporter:
         except Exception as error:
             self.say(f"{what} NOT drawn: {one_line(error, 300)}; the run goes on without")
 
-    def introduce(self, train_count: int, val_count: int) -> None:
-        """Print what runs. train_count, val_count: samples."""
+    def introduce(self, train_samples: int, val_samples: int) -> None:
+        """Print what runs. train_samples, val_samples: samples."""
         cfg = self.cfg
         world = self.world
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         micro = config.micro_batch(cfg, world.size)
-        compute, *sides = arithmetic_of(cfg).describe(micro, world.device)
+        compute, *sides = recipe_of(cfg).describe(micro, world.device)
         weights = cfg.init.weights or f"drawn from train.seed={cfg.train.seed}"
         lines = (
             f"flux_ref {cfg.name}: FLUX.1 of {parameters:,} parameters",
@@ -84,15 +83,15 @@ class Reporter:
             f"  steps   {graphs.mode(cfg, world.device)}",
             f"  batch   {cfg.train.global_batch} in micro-batches of {micro} per rank",
             f"  weights {weights}",
-            f"  data    {cfg.data.train} ({train_count:,} samples); validation:"
-            f" {cfg.data.val or 'none'} ({val_count:,})",
+            f"  data    {cfg.data.train} ({train_samples:,} samples); validation:"
+            f" {cfg.data.val or 'none'} ({val_samples:,})",
             f"  run     {self.folder}",
             *sides,
         )
         self.say("\n".join(lines))
 
     def write_environment(self, graph_bytes: int) -> None:
-        """Write environment.json into the folder, which is there now. graph_bytes: as a StepRunner has it."""
+        """Write environment.json into the folder, which is there now. graph_bytes: as a Trainer has it."""
         if self.speaks:
             record = {
                 "ranks": self.world.size,
@@ -148,20 +147,20 @@ class Reporter:
         self.since_samples = samples
         self.since_wait_s = 0.0
 
-    def step(self, runner: StepRunner) -> None:
+    def step(self, runner: Trainer) -> None:
         """Record the step that was just trained. Collective.
 
         sync: the host waits for the device, and so the device for the next launch: at logged steps only.
         Raises: Fault, as `require_healthy` does.
         """
         self.require_healthy(runner.health)
-        losses = ranks.gather_objects(runner.loss.tolist())
+        losses = ranks.gather_objects(runner.health.loss.tolist())
         state = runner.state
         now_s = time.perf_counter()
         seconds = now_s - self.since_s
         figures = {
             "loss": sum(losses) / len(losses),
-            "grad_norm": runner.grad_norm.item(),
+            "grad_norm": runner.health.grad_norm.item(),
             "lr": state.opt.lr.item(),
             "samples_per_s": (state.samples - self.since_samples) / seconds,
             "data_wait": (runner.data_wait_s - self.since_wait_s) / seconds,  # share of the time
@@ -236,10 +235,10 @@ class Reporter:
             if self.speaks:
                 loss_chart.chart(self.train_curve, self.val_curve, self.cfg.eval.target, self.folder / "loss.png")
 
-    def conclude(self, state: State, outcome: str, flaw: str) -> None:
+    def conclude(self, state: TrainState, outcome: str, flaw: str) -> None:
         """Print how the run ended and where its files are. outcome.json marks the run as finished.
 
-        outcome: folder.REACHED or ENDED. flaw: why it is no benchmark result, in words; empty if it is one.
+        outcome: run_folder.REACHED or ENDED. flaw: why it is no benchmark result, in words; empty if it is one.
         """
         self._chart()
         self.say(f"{outcome}; losses and pictures lie in {self.folder}")
@@ -249,7 +248,7 @@ class Reporter:
         if self.speaks:
             record = {"outcome": outcome, "step": state.step, "samples": state.samples}
             record |= {"val_loss": self.val_curve[-1][1] if self.val_curve else None, "not_a_timed_result": flaw}
-            write_whole(self.folder / folder.OUTCOME, json.dumps(record) + "\n")
+            write_whole(self.folder / run_folder.OUTCOME, json.dumps(record) + "\n")
 
     def close(self) -> None:
         self.bar.close()
@@ -269,7 +268,7 @@ def require_finite(first_bad: list[tuple[float, float]], kernel: str) -> None:
         what = ("loss", "gradient norm")[kind]
         remedy = "lower optim.lr or inspect its data"
         if kind and kernel == "cudnn":  # whose backward has been wrong before
-            remedy += ", or try --parallel.attention=flash"
+            remedy += ", or try --compute.attention=flash"
         raise Fault(f"{what} is not finite in step {step + 1:.0f}, first on rank {rank}; {remedy}")
 
 

@@ -64,10 +64,10 @@ def normals(seed: int, stream: int, shape: Shape, *, sample: int, epoch: int = 0
     return normal(word)[lead : lead + count].astype(np.float32).reshape(shape)
 
 
-def start_values(seed: int, name: str, kind: str, width: float, start: int, count: int) -> np.ndarray:
+def init_values(seed: int, name: str, kind: str, width: float, start: int, count: int) -> np.ndarray:
     """count initial values of a parameter, from the element `start` on: (count,) float32.
 
-    kind: zeros, ones, normal (standard deviation width), or uniform (from -width to width), as model.start_of tells.
+    kind: zeros, ones, normal (standard deviation width), or uniform (from -width to width), as model.init_spec tells.
     """
     if kind in ("zeros", "ones"):
         return np.full(count, kind == "ones", np.float32)
@@ -92,13 +92,13 @@ def order(seed: int, epoch: int, count: int) -> np.ndarray:
 def flow_time(word: np.ndarray, train: TrainConfig) -> float:
     """The four words of SCALARS to t in [0, 1), a float32 number; computed in float64.
 
-    logit_normal: the logit of t is normal with timestep_mean and timestep_width (Esser et al., arXiv 2403.03206,
+    logit_normal: the logit of t is normal with logit_mean and logit_std (Esser et al., arXiv 2403.03206,
     section 3.1). The shift then moves either distribution (section 5.3.2; BFL flux, sampling.time_shift with
     shift = exp(mu)).
     """
     t = float(uniform(word)[1])
-    if train.timestep == "logit_normal":
-        logit = train.timestep_mean + train.timestep_width * normal(word[2:])[0]
+    if train.timestep_sampling == "logit_normal":
+        logit = train.logit_mean + train.logit_std * normal(word[2:])[0]
         t = 1.0 / (1.0 + np.exp(-logit))
     shifted = train.timestep_shift * t
     t = shifted / (shifted + (1.0 - t))  # with shift 1 this returns t unchanged, bit for bit

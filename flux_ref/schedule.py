@@ -45,8 +45,8 @@ def logs(samples: int, cfg: Config) -> bool:
 def lr(step: int, optim: OptimConfig) -> float:
     """Learning rate of step `step` (the first is 0): linear to the peak over warmup_steps, then constant.
 
-    With decay_steps it also falls linearly, to a tenth at that step, and is constant from there.
+    With decay_end_step it also falls linearly, to a tenth at that step, and is constant from there.
     spec: the first step has peak / warmup_steps, not 0.
     """
-    fallen = 0.9 * min(1.0, step / optim.decay_steps) if optim.decay_steps else 0.0
+    fallen = 0.9 * min(1.0, step / optim.decay_end_step) if optim.decay_end_step else 0.0
     return optim.lr * min(1.0, (step + 1) / max(1, optim.warmup_steps)) * (1.0 - fallen)

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from flux_ref import files, rng, schedule, shards
+from flux_ref import dataset, files, rng, schedule
+from flux_ref.cli import progress
 from flux_ref.config import Config, ModelConfig
-from flux_ref.errors import progress
-from flux_ref.shards import Meta, Sample
+from flux_ref.dataset import Meta, Sample
 
 COLOURS = {
     "red": (0.90, 0.10, 0.10),
@@ -40,8 +40,8 @@ BACKGROUND = 0.92
 JITTER = 0.03  # a drawing's centre moves by up to this much, in parts of the image
 SHIFTS = (-2 / 3 * JITTER, 0.0, 2 / 3 * JITTER)  # no drawing of the data set is far from these
 # Of a picture's mean difference from the nearest drawing in a square of a fifth of its side, in any colour. Of 360
-# pictures by configs/tiny.toml (train.seed 0 and 1, sample.seed 0 to 9) 359 are nearest to the right drawing, by up to
-# 0.61, 99 % of them by up to 0.55. A second object gives 1.08 or more, noise of sigma 2 0.70, half of a colour 0.67.
+# pictures by configs/tiny.toml (train.seed 0 and 1, pictures.seed 0 to 9) 359 are nearest to the right drawing, by up
+# to 0.61, 99 % of them by up to 0.55. A second object gives 1.08 or more, noise of sigma 2 0.70, half of a colour 0.67.
 MOST_OFF = 0.64
 LOGVAR = -8.0  # logvar of every latent value, about as small as a trained autoencoder's
 
@@ -184,7 +184,7 @@ def unknown_words(prompts: list[str], cfg: Config) -> list[str]:
     """
     if not prompts or cfg.data.kind != "toy" or not Path(cfg.data.train).is_dir():
         return []
-    samples = shards.ShardSet(cfg.data.train, shards.layout(cfg.model))
+    samples = dataset.ShardSet(cfg.data.train, dataset.layout(cfg.model))
     samples.open()
     known = {word for meta, _ in samples for word in words(meta.caption)}
     return [word for word in dict.fromkeys(words(" ".join(prompts))) if word not in known]
@@ -214,7 +214,7 @@ def make_shapes(folder: Path, cfg: Config) -> None:
     """
     with files.whole(folder, is_new=True) as partial:
         for split in ("train", "val"):
-            shards.write(shards.shard_path(partial / split, 0), _samples(cfg, split))
+            dataset.write(dataset.shard_path(partial / split, 0), _samples(cfg, split))
         write_empty(partial, cfg.model)
 
 
@@ -223,7 +223,7 @@ def _samples(cfg: Config, split: str) -> Iterator[Sample]:
     drawings = held_out()
     if split == "train":
         drawings = [drawing for drawing in all_drawings() if drawing not in drawings]
-    for i in progress(range(getattr(cfg.data, f"{split}_count")), desc=f"making {split} shapes", leave=False):
+    for i in progress(range(getattr(cfg.data, f"{split}_samples")), desc=f"making {split} shapes", leave=False):
         drawing = drawings[i // schedule.TIMESTEPS % len(drawings)]
         draw = rng.words(0, rng.TOY_SHAPES, 2, sample=i, epoch=int(split == "val"))
         shift = JITTER * (2 * rng.uniform(draw) - 1)
@@ -238,14 +238,14 @@ def sample(split: str, index: int, picture: np.ndarray, caption: str, model: Mod
     """
     mean = encode(picture)
     members = encode_caption(caption, model, own) | {"mean": mean, "logvar": np.full(mean.shape, LOGVAR)}
-    bits = {name: shards.to_bf16_bits(values) for name, values in members.items()}
-    return Meta(shards.key_of(split, index), index % schedule.TIMESTEPS if split == "val" else None, caption), bits
+    bits = {name: dataset.to_bf16_bits(values) for name, values in members.items()}
+    return Meta(dataset.key_of(split, index), index % schedule.TIMESTEPS if split == "val" else None, caption), bits
 
 
 def write_empty(folder: Path, model: ModelConfig, own: bool = False) -> None:
     """Write folder/empty_encodings: in float16 with a batch axis, as the public encodings are."""
     empty = {name: values[None].astype(np.float16) for name, values in encode_caption("", model, own).items()}
-    shards.write_empty(folder / "empty_encodings", empty)
+    dataset.write_empty(folder / "empty_encodings", empty)
 
 
 def ensure(cfg: Config) -> None:

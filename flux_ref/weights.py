@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flux_ref import checkpoint, config_file, ranks, tensors
+from flux_ref import checkpoint, config_file, ranks, safetensors_io
 from flux_ref.checkpoint import Checkpoint
+from flux_ref.cli import Refusal, notice
 from flux_ref.config import Config, ModelConfig, Shapes
-from flux_ref.errors import Refusal, notice
 from flux_ref.files import matching
 from flux_ref.model import parameter_table
 from flux_ref.optim import EMA
@@ -84,7 +84,7 @@ def whole_parts(table: Shapes, form: str = "{}") -> Parts:
     return {name: [Part(form.format(name), 0, shape[0])] for name, shape in table.items()}
 
 
-def diffusers_parts(model: ModelConfig) -> Parts:
+def parts_from_diffusers(model: ModelConfig) -> Parts:
     """The parameters, made of diffusers' tensors."""
     parts: Parts = {}
     for name, shape in parameter_table(model).items():
@@ -103,10 +103,10 @@ def diffusers_parts(model: ModelConfig) -> Parts:
     return parts
 
 
-def bfl_parts(model: ModelConfig) -> Parts:
+def parts_to_diffusers(model: ModelConfig) -> Parts:
     """diffusers' tensors, made of the parameters."""
     parts: Parts = {}
-    for name, others in diffusers_parts(model).items():
+    for name, others in parts_from_diffusers(model).items():
         row = 0
         for other in others:
             # Only the head's modulation has two parts, and they are exchanged.
@@ -175,24 +175,24 @@ def config_of(path: Path, given: str | None) -> Config:
 
 
 def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Source:
-    """The weights at a path that `find` returned. averaged: in their place, the average of optim.ema.
+    """The weights at a path that `find` returned. averaged: in their place, the average of optim.ema_half_life.
 
     Raises: Refusal that lists what is missing, unexpected or misshaped, or says that there is no average.
     """
     own = config_of(path, None)
-    if averaged and not own.optim.ema:
-        rule = "--ema needs a checkpoint of a run with optim.ema above 0, or leave it out"
+    if averaged and not own.optim.ema_half_life:
+        rule = "--ema needs a checkpoint of a run with optim.ema_half_life above 0, or leave it out"
         raise Refusal(f"weights {path} hold no average of weights; {rule}")
     if not is_checkpoint(path):
         return _of_files(path, model)
     table = parameter_table(model)
-    tensors.require_fit(parameter_table(own.model), table, f"checkpoint {path}")
+    safetensors_io.require_fit(parameter_table(own.model), table, f"checkpoint {path}")
     saved = Checkpoint(path)
     form = "model.{}"
     info = saved.info
     if averaged:
         form = f"optimizer.state.{{}}.{EMA}"
-        info = info | {EMA: own.optim.ema}
+        info = info | {EMA: own.optim.ema_half_life}
     return Source(path, saved.read, whole_parts(table, form), info)
 
 
@@ -202,21 +202,21 @@ def _of_files(path: Path, model: ModelConfig) -> Source:
     table = parameter_table(model)
     parts = whole_parts(table)
     if any("transformer_blocks." in name for name in own):  # each of diffusers' files has some
-        parts = diffusers_parts(model)
-        theirs = bfl_parts(model)
+        parts = parts_from_diffusers(model)
+        theirs = parts_to_diffusers(model)
         table = {name: (sum(own.rows for own in of), *table[of[0].name][1:]) for name, of in theirs.items()}
     scales = {f"{name.rpartition('.')[0]}.weight": name for name in own if name.endswith(SCALES)}
     one = {name: own[name] if prod(own[name]) == 1 else () for name in scales.values()}  # a scale of blocks is refused
-    tensors.require_fit(own, table | one, f"weights {path}")
+    safetensors_io.require_fit(own, table | one, f"weights {path}")
 
     def stored(name: str, first: int, count: int) -> Tensor:
         file = files[prefix + name]
-        rows = tensors.read_rows(file, prefix + name, first, count, "weights")
+        rows = safetensors_io.read_rows(file, prefix + name, first, count, "weights")
         if not rows.is_floating_point():
             raise Refusal(f"{file}: {name} is {rows.dtype}, want floating point; give weights that are not quantised")
         if name in scales:
             scale = prefix + scales[name]
-            with tensors.opened(files[scale], "weights") as content:
+            with safetensors_io.opened(files[scale], "weights") as content:
                 rows = rows.float() * content.get_tensor(scale).float()
         return rows
 
@@ -251,7 +251,7 @@ def headers(paths: list[Path]) -> tuple[dict[str, Path], Shapes, dict[str, str]]
     shapes: Shapes = {}
     metadata: dict[str, str] = {}
     for path in paths:
-        with tensors.opened(path, "weights") as file:
+        with safetensors_io.opened(path, "weights") as file:
             metadata |= file.metadata() or {}
             for name in file.keys():  # noqa: SIM118
                 if name in files:  # such as variants of diffusers, in fp16 and fp32
@@ -269,7 +269,7 @@ def load(net: ShardedFlux, source: Source) -> None:
             local.copy_(source.read(name, first, len(local)))
 
 
-def load_everywhere(net: ShardedFlux, given: Path, model: ModelConfig) -> None:
+def load_pretrained(net: ShardedFlux, given: Path, model: ModelConfig) -> None:
     """Fill a sharded net on all ranks from a path that a user gave. Collective. Raises: Refusal."""
     with ranks.agreed():
         found = str(find(given))

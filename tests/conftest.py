@@ -18,10 +18,10 @@ from unittest import mock
 import pytest
 import torch
 
-from flux_ref import checkpoint, config, config_file, errors, ranks, toy
+from flux_ref import checkpoint, cli, config, config_file, ranks, toy
 from flux_ref.checkpoint import Checkpoint
-from flux_ref.data import TrainSet, ValSet
-from flux_ref.errors import Refusal
+from flux_ref.cli import Refusal
+from flux_ref.dataloader import TrainSet, ValSet
 
 # A job in the background begins with Ctrl-C ignored, and all that the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -185,7 +185,7 @@ def called(name: str, *argv: object) -> int:
     """The exit code of train.py or eval.py, run inside this process to save the start of torch."""
     main = importlib.import_module(name.removesuffix(".py")).main
     with own_settings():
-        code = errors.run(name, main, [str(arg) for arg in argv])
+        code = cli.run(name, main, [str(arg) for arg in argv])
     ranks.stop()  # a refusal leaves the group to the end of the process
     return code
 

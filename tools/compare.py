@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flux_ref import config, config_file, errors
-from flux_ref.errors import Options, Refusal
+from flux_ref import cli, config, config_file
+from flux_ref.cli import Options, Refusal
 from flux_ref.files import records
 
 HEAD = f"{'samples':>12} {'A':>9} {'B':>9} {'B - A':>10} {'+-':>9} {'p':>8}"
@@ -83,4 +83,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(errors.run("compare", main, sys.argv[1:]))
+    sys.exit(cli.run("compare", main, sys.argv[1:]))

@@ -2,7 +2,7 @@
 
     python -m tools.export runs/tiny tiny.safetensors               one file with Black Forest Labs' names, fp32
     python -m tools.export RUN OUT --format=diffusers --dtype=bf16  a folder for diffusers
-    python -m tools.export RUN OUT --ema                            the average of the weights (optim.ema)
+    python -m tools.export RUN OUT --ema                            the average of the weights (optim.ema_half_life)
 
 The source is a run (its newest checkpoint), a checkpoint, a safetensors file in BFL's layout or diffusers' transformer
 folder. --config=FILE gives the sizes of the model. Without it, a run and a checkpoint know the sizes; other weights
@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from flux_ref import errors, files, weights
-from flux_ref.arithmetic import DTYPES
+from flux_ref import cli, files, weights
+from flux_ref.cli import Options, Refusal, progress
 from flux_ref.config import ModelConfig
-from flux_ref.errors import Options, Refusal, progress
 from flux_ref.model import parameter_table
 from flux_ref.optim import EMA
+from flux_ref.precision.recipe import DTYPES
 from flux_ref.weights import TRAINER, Source
 
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
@@ -60,7 +60,7 @@ def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: to
     with files.whole(out, is_new=True) as partial:
         file = partial
         if layout == "diffusers":
-            parts = weights.bfl_parts(model)
+            parts = weights.parts_to_diffusers(model)
             partial.mkdir()
             (partial / "config.json").write_text(json.dumps(diffusers_config(model), indent=2))
             file = partial / DIFFUSERS_FILE
@@ -91,4 +91,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(errors.run("export", main, sys.argv[1:]))
+    sys.exit(cli.run("export", main, sys.argv[1:]))

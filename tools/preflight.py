@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from flux_ref import ranks
-from flux_ref.alive import Alive
+from flux_ref.cli import Fault, Options, Refusal, between, leave, run
 from flux_ref.config import ParallelConfig
-from flux_ref.errors import Fault, Options, Refusal, between, leave, run
 from flux_ref.precision import fp8
+from flux_ref.watchdog import Watchdog
 from tools.shared import json_option
 
 LONG_S = 1.0  # of a measurement, in which a device that is too hot slows down
@@ -198,7 +198,9 @@ def check(argv: list[str]) -> int:
     parser.add_argument("--slow", type=between(0, 0.99, float), default=0.8)
     json_option.json_option(parser)
     args = parser.parse_args(argv)
-    with Alive("preflight", 3 * args.wait) as alive:  # a node that does not answer would let the others wait for ever
+    with Watchdog(
+        "preflight", 3 * args.wait
+    ) as alive:  # a node that does not answer would let the others wait for ever
         world = ranks.start(ParallelConfig())
         alive.share(world.store)
         names = ranks.gather_objects(os.environ.get("SLURMD_NODENAME", os.uname().nodename))

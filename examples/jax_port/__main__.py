@@ -60,7 +60,7 @@ def drawn(cfg, about):
 
     for name in ("t.shift", "t.logit_normal", "t.logit_normal_shift"):
         given = about[f"draws.{name}"]
-        keys = {key: given[key] for key in ("timestep", "mean", "width", "shift")}
+        keys = {key: given[key] for key in ("timestep_sampling", "logit_mean", "logit_std", "timestep_shift")}
         times = [draws.time(seed, sample, 1, **keys) for sample in samples]
         values[name] = np.array(times)
 

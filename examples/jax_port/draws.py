@@ -46,13 +46,13 @@ def is_dropped(seed, sample, epoch, rate):
     return uniform(words(seed, SCALARS, sample, epoch, 1))[0] < rate
 
 
-def time(seed, sample, epoch, timestep="uniform", mean=0.0, width=1.0, shift=1.0):
+def time(seed, sample, epoch, timestep_sampling="uniform", logit_mean=0.0, logit_std=1.0, timestep_shift=1.0):
     """The time t of a training sample, made in fp64."""
     w = words(seed, SCALARS, sample, epoch, 4)
     t = float(uniform(w)[1])
-    if timestep == "logit_normal":
-        t = 1 / (1 + math.exp(-mean - width * normal(w, np.float64)[2]))
-    t = shift * t / (1 + (shift - 1) * t)
+    if timestep_sampling == "logit_normal":
+        t = 1 / (1 + math.exp(-logit_mean - logit_std * normal(w, np.float64)[2]))
+    t = timestep_shift * t / (1 + (timestep_shift - 1) * t)
     return np.float32(min(t, 1 - 2**-24))
 
 

@@ -73,7 +73,7 @@ def apply_rope(x, rope):
     return jnp.stack([first, second], axis=-1).reshape(x.shape)
 
 
-def time_waves(t):
+def timestep_embedding(t):
     """128 cosines, then 128 sines of 1000 t: (B, 256) in fp32."""
     frequencies = np.exp(-math.log(10_000) * np.arange(128) / 128).astype(np.float32)
     angles = 1000 * t.astype(F32)[:, None] * frequencies
@@ -205,7 +205,7 @@ def flux(net, model, img, txt, clip, t):
     text = model["text_tokens"]
     count = model["heads"]
     rope = net.keep("rope", rope_table(text, height, width, model["rope_axes"]))
-    waves = net.keep("time_waves", time_waves(t))
+    waves = net.keep("timestep_embedding", timestep_embedding(t))
     of_time = embed(net, "time_in", waves.astype(img.dtype))
     vec = net.keep("vec", of_time + embed(net, "vector_in", clip))
     img = net.linear("img_in", img)

@@ -1,23 +1,27 @@
 """Pictures from captions: Euler steps from noise to data, with classifier-free guidance; and the pictures of a run."""
 
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torchvision.utils import make_grid
 
-from flux_ref import config, latents, ranks, rng, sharding, shards, toy
-from flux_ref.arithmetic import DTYPES
+from flux_ref import config, dataset, flow, ranks, rng, sharding, toy
+from flux_ref.cli import Say, printable
 from flux_ref.config import Config
-from flux_ref.errors import Say
-from flux_ref.pictures import encoders, sheet
+from flux_ref.dataset import Arrays, ShardSet
+from flux_ref.files import matching, write_png
+from flux_ref.pictures import encoders
+from flux_ref.precision.recipe import DTYPES
 from flux_ref.ranks import World
 from flux_ref.report import Reporter
-from flux_ref.shards import Arrays, ShardSet
-from flux_ref.step_runner import State
+from flux_ref.trainer import TrainState
 
 Encoding = list[Tensor]  # [t5, clip] of a caption, or of several
 LOOKED_AT = 16  # samples for each different caption that is wanted
@@ -34,7 +38,7 @@ class Artist:
         """vae: of load_autoencoder; data.kind=toy needs none. Collective. Raises: Refusal."""
         self.cfg = cfg
         self.world = world
-        self.dtype = DTYPES[cfg.parallel.dtype]
+        self.dtype = DTYPES[cfg.compute.dtype]
         self.captions: list[str] = []
         self.encoded: list[Encoding] = []
         self.autoencoder: Any = None
@@ -43,11 +47,11 @@ class Artist:
                 self.autoencoder = encoders.load_autoencoder(vae, world.device)
 
     def take_stored(self, samples: ShardSet) -> None:
-        """Draw sample.count different captions from all over an open data set, always the same. Raises: Refusal.
+        """Draw pictures.count different captions from all over an open data set, always the same. Raises: Refusal.
 
         At most LOOKED_AT samples for each caption are looked at, so there may be fewer.
         """
-        count = self.cfg.sample.count
+        count = self.cfg.pictures.count
         found: dict[str, Arrays] = {}
         # A set may be sorted.
         for meta, arrays in map(samples.sample, rng.order(0, 0, len(samples))[: LOOKED_AT * count].tolist()):
@@ -56,9 +60,9 @@ class Artist:
                 break
         self.captions = list(found)
         self.encoded = [_texts(arrays) for arrays in found.values()]
-        self.originals = [torch.from_numpy(shards.from_bf16_bits(arrays["mean"])) for arrays in found.values()]
-        if self.cfg.sample.guidance != 1.0:
-            self.empty = _texts(shards.read_empty(config.empty_dir(self.cfg), samples.layout))
+        self.originals = [torch.from_numpy(dataset.from_bf16_bits(arrays["mean"])) for arrays in found.values()]
+        if self.cfg.pictures.guidance != 1.0:
+            self.empty = _texts(dataset.read_empty(config.empty_dir(self.cfg), samples.layout))
 
     def take_prompts(self, prompts: list[str], home: Path, at: Say) -> None:
         """Draw prompts, encoded as a data set has them. home: the folder of the encoders. Raises: Refusal.
@@ -95,32 +99,32 @@ class Artist:
     def generate_latents(self, net: nn.Module, first: int, at: Say) -> Tensor:
         """A latent for each of eval.batch captions: (B, C, Y, X) fp32, on the autoencoder's scale. Collective.
 
-        first: number of the first caption. Caption i starts from noise i of sample.seed. at: as for `paint`.
+        first: number of the first caption. Caption i starts from noise i of pictures.seed. at: as for `paint`.
         """
         model = self.cfg.model
-        sample = self.cfg.sample
+        pictures = self.cfg.pictures
         texts = self.encoded[first : first + self.cfg.eval.batch]
         encodings = [self._stacked(texts)]
-        if sample.guidance != 1.0:
+        if pictures.guidance != 1.0:
             encodings.append(self._stacked([self.empty] * len(texts)))
         noise = [
-            rng.normals(sample.seed, rng.SAMPLING, model.latent_shape, sample=first + i) for i in range(len(texts))
+            rng.normals(pictures.seed, rng.SAMPLING, model.latent_shape, sample=first + i) for i in range(len(texts))
         ]
-        x_BNP = latents.pack(torch.from_numpy(np.stack(noise)).to(self.world.device))
+        x_BNP = flow.pack(torch.from_numpy(np.stack(noise)).to(self.world.device))
         try:
-            for step in range(sample.steps):  # from 1, noise, to 0, data: BFL flux, get_schedule of schnell
+            for step in range(pictures.steps):  # from 1, noise, to 0, data: BFL flux, get_schedule of schnell
                 at(f"sampling step {step}")
-                t_B = x_BNP.new_full((len(texts),), 1 - step / sample.steps)
+                t_B = x_BNP.new_full((len(texts),), 1 - step / pictures.steps)
                 velocities = [net(x_BNP.to(self.dtype), *encoding, t_B).float() for encoding in encodings]
                 unguided_BNP = velocities[-1]  # at guidance 1 that of the captions themselves
-                velocity_BNP = unguided_BNP + sample.guidance * (velocities[0] - unguided_BNP)
-                x_BNP = x_BNP - velocity_BNP / sample.steps
+                velocity_BNP = unguided_BNP + pictures.guidance * (velocities[0] - unguided_BNP)
+                x_BNP = x_BNP - velocity_BNP / pictures.steps
         finally:
             sharding.reshard(net)  # also after an interruption: training or a checkpoint may follow
-        return latents.unscale(latents.unpack(x_BNP, model.latent_height, model.latent_width))
+        return flow.unscale(flow.unpack(x_BNP, model.latent_height, model.latent_width))
 
     def _stacked(self, texts: list[Encoding]) -> Encoding:
-        """[t5_BTE, clip_BV] in parallel.dtype."""
+        """[t5_BTE, clip_BV] in compute.dtype."""
         return [torch.stack(parts).to(self.world.device, self.dtype) for parts in zip(*texts)]
 
     @torch.no_grad()
@@ -136,7 +140,7 @@ class Artist:
         Returns the pictures: (3, H, W) about in [-1, 1].
         """
         pictures = [self._decoded(z_CYX.to(self.world.device)) for z_CYX in painted]
-        sheet.save(pictures, self.captions, path)
+        save(pictures, self.captions, path)
         return pictures
 
 
@@ -151,12 +155,12 @@ class Gallery(Artist):
 
     def __init__(self, cfg: Config, world: World, report: Reporter, samples: ShardSet):
         """samples: the data set whose captions are drawn. Collective. Raises: Refusal for a bad autoencoder."""
-        super().__init__(cfg, world, Path(cfg.sample.vae))
+        super().__init__(cfg, world, Path(cfg.pictures.vae))
         self.report = report
         self.samples = samples
         self.newest = -1  # training samples at the newest sheet
 
-    def draw(self, state: State, at: Say) -> None:
+    def draw(self, state: TrainState, at: Say) -> None:
         """Draw the same captions from the same noise as ever, unless they are drawn. Collective.
 
         Training goes on as without pictures: drawing changes no weight and no number of training, and takes dynamic
@@ -180,8 +184,53 @@ class Gallery(Artist):
         if self.newest < 0:
             self.save(self.originals, path.with_stem("originals"))
         self.report.picture(path, samples)
-        sheet.strip(path.parent, pictures[0].shape[1])
-        few = ", as no more captions differ" * (len(pictures) < self.cfg.sample.count)
+        strip(path.parent, pictures[0].shape[1])
+        few = ", as no more captions differ" * (len(pictures) < self.cfg.pictures.count)
         self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures{few}: {path}")
         if self.cfg.data.kind == "toy" and not self.cfg.data.pictures:
             self.report.judged(samples, len(pictures), toy.judge(pictures, self.captions))
+
+
+# Pixels
+GAP = 6
+CAPTION_HEIGHT = 36
+HEIGHT = 160  # pictures of fewer rows are enlarged
+STRIP_LEFT = 90  # beside the pictures of a strip
+
+COLUMNS = 6
+
+
+def save(pictures: list[np.ndarray], captions: list[str], path: Path) -> None:
+    """Save (3, H, W) pictures in [-1, 1] as one PNG, each above its caption."""
+    tiles = [_tile(picture, caption) for picture, caption in zip(pictures, captions)]
+    sheet = make_grid(tiles, nrow=COLUMNS, padding=GAP, pad_value=255)
+    path.parent.mkdir(exist_ok=True)
+    write_png(path, Image.fromarray(sheet.permute(1, 2, 0).numpy()))
+
+
+def strip(folder: Path, rows: int) -> None:
+    """Rewrite strip.png from the sheets in a folder: the first row of each, the newest at the bottom.
+
+    rows: of pixels of a picture.
+    """
+    paths = [path for path in matching(folder, "*.png") if path.stem.isdecimal()]  # people put others there
+    step = max(rows, HEIGHT) + GAP
+    width = STRIP_LEFT + Image.open(paths[-1]).width
+    image = Image.new("RGB", (width, len(paths) * step + CAPTION_HEIGHT + GAP), "white")
+    pen = ImageDraw.Draw(image)
+    for row, path in enumerate(paths):
+        image.paste(Image.open(path), (STRIP_LEFT, row * step))  # the next row covers all but its first
+        pen.text((GAP, row * step + GAP), f"{int(path.stem):,}", "black")
+    write_png(folder / "strip.png", image)
+
+
+def _tile(picture: np.ndarray, caption: str) -> torch.Tensor:
+    """A picture above at most two lines of its caption, (3, rows, columns) uint8."""
+    pixels = ((picture.transpose(1, 2, 0) + 1) * 127.5).round().clip(0, 255)
+    image = Image.fromarray(pixels.astype(np.uint8))
+    image = ImageOps.scale(image, max(1.0, HEIGHT / image.height))
+    tile = Image.new("RGB", (image.width, image.height + CAPTION_HEIGHT), "white")
+    tile.paste(image)
+    text = textwrap.fill(printable(caption), image.width // 6, max_lines=2)
+    ImageDraw.Draw(tile).text((4, image.height + 3), text, "black")
+    return torch.from_numpy(np.array(tile)).permute(2, 0, 1)

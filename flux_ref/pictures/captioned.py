@@ -26,7 +26,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 from webdataset.tariterators import base_plus_ext
 
-from flux_ref.errors import Refusal, counted, notice, shown
+from flux_ref.cli import Refusal, counted, notice, shown
 from flux_ref.files import decode, json_object, raised, read_bytes, read_text
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flux_ref import latents, tensors
+from flux_ref import flow, safetensors_io
+from flux_ref.cli import Refusal, one_line
 from flux_ref.config import ModelConfig
-from flux_ref.errors import Refusal, one_line
 
 # B batch  H, W pixel rows and columns  C, Y, X latent  T text tokens (256)  E T5 features (4096)  V CLIP features (768)
 FILES = 'ae.safetensors "text_encoder*/*" "tokenizer*/*"'
 FETCH = f"fetch it: hf download black-forest-labs/FLUX.1-schnell {FILES} --local-dir DIR"
 VAE_FILES = ("ae.safetensors", "vae/diffusion_pytorch_model.safetensors")
 VAE = {  # source: vae/config.json of black-forest-labs/FLUX.1-schnell
-    "scaling_factor": latents.SCALE,
-    "shift_factor": latents.SHIFT,
+    "scaling_factor": flow.SCALE,
+    "shift_factor": flow.SHIFT,
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
@@ -41,7 +41,7 @@ CLIP_TOKENS = 77  # all that CLIP has positions for
 def new_autoencoder() -> Any:
     """diffusers' AutoencoderKL with random weights: 244 tensors, 83,819,683 parameters.
 
-    Its latents are on the autoencoder's scale; latents.py brings them to the transformer's.
+    Its latents are on the autoencoder's scale; flow.py brings them to the transformer's.
     Raises: ModuleNotFoundError if diffusers is not installed.
     """
     import diffusers
@@ -57,10 +57,10 @@ def load_autoencoder(given: Path, device: torch.device) -> Any:
     """
     path = next((file for file in (given, *(given / name for name in VAE_FILES)) if file.is_file()), None)
     if not path:
-        raise Refusal(f"autoencoder {given} is no file and has no ae.safetensors; {FETCH}, and give --sample.vae=DIR")
+        raise Refusal(f"autoencoder {given} is no file and has no ae.safetensors; {FETCH}, and give --pictures.vae=DIR")
     with torch.device("meta"):
         net = new_autoencoder()
-    with tensors.opened(path, "autoencoder") as file:
+    with safetensors_io.opened(path, "autoencoder") as file:
         found = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
     if any(".down." in name for name in found):
         from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint

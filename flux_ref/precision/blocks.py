@@ -1,6 +1,6 @@
 """A linear's three products from sides that a policy casts each by itself, on any device.
 
-The codes and scales of a side are equal on all devices, bit for bit (casts.py). Where torch has a kernel for a pair
+The codes and scales of a side are equal on all devices, bit for bit (formats.py). Where torch has a kernel for a pair
 of sides, the kernel takes them (`KERNELS`). Elsewhere they are decoded to bf16, which holds them exactly, and sums are
 fp32. Only the order of the sums depends on the device.
 
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flux_ref import rng
 from flux_ref.precision import casts
-from flux_ref.precision.casts import Scaled
+from flux_ref.precision.casts import Quantized
 from flux_ref.precision.formats import PRODUCTS, Pair, Products, Side
 from flux_ref.precision.fp8 import product_flop, product_like
 
@@ -38,7 +38,7 @@ BUMPS = (0x9E3779B97F4A7C15 - 2**64, 0xBB67AE8584CAA73B - 2**64)
 LOW = 0xFFFFFFFF
 
 
-class Draws(NamedTuple):
+class RoundingKey(NamedTuple):
     """What the chances of a linear's stochastic rounding depend on: int64 scalars on the device.
 
     step: steps trained so far. sample: the first of this micro-batch, in the global batch. linear: its place in
@@ -51,12 +51,12 @@ class Draws(NamedTuple):
     linear: Tensor
 
 
-class How(NamedTuple):
-    """How a linear multiplies. draws: None rounds every side to nearest, as validation does."""
+class MatmulOptions(NamedTuple):
+    """MatmulOptions a linear multiplies. draws: None rounds every side to nearest, as validation does."""
 
     pairs: Products
     arch: str  # of the device, for its kernels
-    draws: Draws | None
+    draws: RoundingKey | None
     rows: int  # tokens of a sample
 
 
@@ -64,7 +64,7 @@ class BlockMatmul(torch.autograd.Function):
     """x @ w.T + b. Each side of each product is cast by itself."""
 
     @staticmethod
-    def forward(ctx, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, how: How):
+    def forward(ctx, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, how: MatmulOptions):
         ctx.save_for_backward(x_MK, weight_NK)
         ctx.how = how
         return _product(how, "forward", x_MK, weight_NK, bias_N)
@@ -77,17 +77,17 @@ class BlockMatmul(torch.autograd.Function):
         return grad_x_MK, grad_w_NK, grad_MN.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
-def _product(how: How, product: str, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+def _product(how: MatmulOptions, product: str, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """The product of two tensors, each turned first where SIDES_OF says so, and a bias; bf16."""
     one, other = how.pairs[product]
     x_RS, x_chance = _given(how, product, 0, left)
     y_CS, y_chance = _given(how, product, 1, right)
     name = kernel(how.arch, (one, other), (len(x_RS), len(y_CS), x_RS.shape[1]))
     if one and other and name:
-        out = native(name, scaled(one, x_RS, x_chance), scaled(other, y_CS, y_chance))
+        out = native(name, quantize(one, x_RS, x_chance), quantize(other, y_CS, y_chance))
         return out if bias is None else out + bias
-    x, x_scale = held(one, x_RS, x_chance)
-    y, y_scale = held(other, y_CS, y_chance)
+    x, x_scale = fake_quantize(one, x_RS, x_chance)
+    y, y_scale = fake_quantize(other, y_CS, y_chance)
     # A CPU without bf16 matrix units multiplies bf16 many times slower than fp32, which holds the same values.
     if x_scale is y_scale is None and x.device.type != "cpu":
         return F.linear(x, y, bias)  # sums in fp32
@@ -97,7 +97,7 @@ def _product(how: How, product: str, left: Tensor, right: Tensor, bias: Tensor |
     return (out if bias is None else out + bias.float()).bfloat16()
 
 
-def _given(how: How, product: str, place: int, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+def _given(how: MatmulOptions, product: str, place: int, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     """A tensor, perhaps turned, and its chances, by the places of its elements in the whole batch on all ranks.
 
     place: 0 on the left, 1 on the right.
@@ -115,15 +115,15 @@ def _given(how: How, product: str, place: int, tensor: Tensor) -> tuple[Tensor, 
     return tensor.t() if is_turned else tensor, chance
 
 
-def scaled(side: Side, x_RS: Tensor, chance_RS: Tensor | None = None) -> Scaled:
+def quantize(side: Side, x_RS: Tensor, chance_RS: Tensor | None = None) -> Quantized:
     """(R, S) as a side: transformed, scaled and rounded."""
     x_RS = x_RS.contiguous().float()  # a CPU is slow on turned tensors
     if side.hadamard:
         x_RS = casts.hadamard(x_RS, side.hadamard)
-    return casts.scaled(x_RS, side.form, side.scaling, chance_RS)
+    return casts.quantize(x_RS, side.form, side.scaling, chance_RS)
 
 
-def held(side: Side | None, x_RS: Tensor, chance_RS: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def fake_quantize(side: Side | None, x_RS: Tensor, chance_RS: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """A side as (values (R, S) in bf16; an fp32 scale () to multiply a product with, or None for 1).
 
     numerics: bf16 holds the values exactly. A value and its E8M0 or E4M3 scale have at most 6 significant bits. Below
@@ -131,7 +131,7 @@ def held(side: Side | None, x_RS: Tensor, chance_RS: Tensor | None = None) -> tu
     """
     if side is None:
         return x_RS.bfloat16(), None
-    values, scales, whole = scaled(side, x_RS, chance_RS)
+    values, scales, whole = quantize(side, x_RS, chance_RS)
     casts.blocks(values, side.scaling).mul_(scales[:, None, :, None])
     return values.bfloat16(), whole
 
@@ -218,7 +218,7 @@ def kernel(arch: str, pair: Pair, sizes: tuple[int, int, int]) -> str:
     return name if fits else ""
 
 
-def native(name: str, left: Scaled, right: Scaled) -> Tensor:
+def native(name: str, left: Quantized, right: Quantized) -> Tensor:
     """(M, K) and (N, K) to bf16 (M, N) by a kernel."""
     a, a_scales = operand(KERNELS[name], *left)
     b, b_scales = operand(KERNELS[name], *right)

@@ -4,7 +4,7 @@ All arithmetic is fp32 by powers of two. So values and scales are equal on every
 linear and two-level divide by other numbers, as their sources do. There a compiled scale may be off by an ulp: Inductor
 divides by div.full.f32 on NVIDIA, which does not round correctly. So what is exact here is written as a product.
 
-port: `rounded` defines a cast; `scaled` defines the scales of a tensor.
+port: `round_to_format` defines a cast; `quantize` defines the scales of a tensor.
 """
 
 import torch
@@ -18,7 +18,7 @@ MANTISSA = 23
 SCALE_NAN = 255  # the code of an E8M0 scale whose block holds a value that is not finite
 # numerics: a larger scale, of a nearly vanished gradient, overflows in some kernels.
 LARGEST_SCALE = 2.0**44
-Scaled = tuple[Tensor, Tensor, Tensor | None]  # see `scaled`
+Quantized = tuple[Tensor, Tensor, Tensor | None]  # see `quantize`
 
 
 def exponent_of(x: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return normal.where(exponent > -BIAS, 2.0**-BIAS)
 
 
-def rounded(x: Tensor, form: Format, chance: Tensor | None = None) -> Tensor:
+def round_to_format(x: Tensor, form: Format, chance: Tensor | None = None) -> Tensor:
     """fp32 to the values of a format, in fp32. NaN stays NaN; what is too large becomes the largest value.
 
     chance: None rounds to the nearest value, of two equally near ones to that with an even code. Else uniform numbers
@@ -55,11 +55,11 @@ def blocks(x_MK: Tensor, scaling: Scaling) -> Tensor:
     return x_MK.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 
 
-def scaled(x_MK: Tensor, form: Format, scaling: Scaling, chance: Tensor | None = None) -> Scaled:
+def quantize(x_MK: Tensor, form: Format, scaling: Scaling, chance: Tensor | None = None) -> Quantized:
     """fp32 -> (values on the format's grid, fp32 of x's shape; scales of blocks, of the tensor).
 
     The scales of blocks are (M / rows, K / columns); that of the tensor is () or None for 1. A value times both scales
-    is what the tensor has become. chance: as for `rounded`, of x's shape.
+    is what the tensor has become. chance: as for `round_to_format`, of x's shape.
     A block that holds a NaN or an infinity gets a scale of NaN. (MX leaves this case to the implementation.)
     """
     parts = blocks(x_MK, scaling)
@@ -70,7 +70,7 @@ def scaled(x_MK: Tensor, form: Format, scaling: Scaling, chance: Tensor | None =
         whole = amax.amax() / (E4M3.largest * form.largest)
         # numerics: lower bounds keep 1 / whole and 1 / scale finite.
         whole = whole.where(whole > 0, 1.0).clamp(min=2.0**-120)
-        scale = rounded((amax / form.largest / whole).clamp(min=2.0**E4M3.least), E4M3)
+        scale = round_to_format((amax / form.largest / whole).clamp(min=2.0**E4M3.least), E4M3)
         factor = (1 / whole) / scale
     elif scaling.rule == "linear":
         factor = scale_of_magnitude(amax.amax(), form.largest)
@@ -80,7 +80,7 @@ def scaled(x_MK: Tensor, form: Format, scaling: Scaling, chance: Tensor | None =
         scale = power_of_two(exponent)
         factor = power_of_two(-exponent)
     scale = scale.where(amax.isfinite(), torch.nan)
-    values = rounded(parts * factor, form, None if chance is None else blocks(chance, scaling))
+    values = round_to_format(parts * factor, form, None if chance is None else blocks(chance, scaling))
     return values.flatten(2).flatten(0, 1), scale[:, 0, :, 0], whole
 
 

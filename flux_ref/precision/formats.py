@@ -54,7 +54,7 @@ class Side:
     scaling: Scaling
     stochastic: bool = False
     hadamard: int = 0  # size of the transform; 0: none
-    delayed: bool = False  # the scale comes from earlier steps in training (stages.py)
+    delayed: bool = False  # the scale comes from earlier steps in training (recipe.py)
 
 
 # Input, weight and gradient are each cast once, with one scale: the two products of a tensor name the same side.
@@ -82,7 +82,7 @@ for base in BASES:
             SIDES[name] = replace(base, name=name, hadamard=size, stochastic=bool(rounding))
 
 
-def format_pair(pair: Pair) -> str:
+def pair_text(pair: Pair) -> str:
     """A pair as rules write it."""
     return " x ".join(side.name if side else PLAIN for side in pair)
 
@@ -91,7 +91,7 @@ def way(products: Products) -> str:
     """How a linear multiplies: "plain", "tensor" or "blocks" (linear.py)."""
     if not any(map(any, products.values())):
         return "plain"
-    return "tensor" if WHOLE.fullmatch(", ".join(map(format_pair, products.values()))) else "blocks"
+    return "tensor" if WHOLE.fullmatch(", ".join(map(pair_text, products.values()))) else "blocks"
 
 
 def is_delayed(products: Products) -> bool:

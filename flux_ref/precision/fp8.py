@@ -1,7 +1,7 @@
 """One linear's three products in FP8: formats, scales, casts and layouts.
 
 The products are the output, the gradient of the input and the gradient of the weight. Inputs and weights are e4m3,
-gradients are e5m2. Each tensor has one scale, from its own magnitude or remembered by stages.py. Sums are fp32,
+gradients are e5m2. Each tensor has one scale, from its own magnitude or remembered by recipe.py. Sums are fp32,
 results are bf16.
 
 port: a scale is the largest FP8 value / largest magnitude. A cast multiplies by the scale; a product divides by it.
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from flux_ref.errors import Refusal
+from flux_ref.cli import Refusal
 from flux_ref.precision.casts import scale_of_magnitude
 
 # Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear.
@@ -35,7 +35,7 @@ class Support(NamedTuple):
 Scales = tuple[Tensor, Tensor]  # that a cast multiplies by, and 1 / scale; fp32
 
 
-class Remembered(NamedTuple):
+class DelayedScaling(NamedTuple):
     """What training keeps of an input or of a gradient, fp32.
 
     One tensor each: views of one tensor would share a version counter, which compiled backwards refuse.
@@ -45,11 +45,11 @@ class Remembered(NamedTuple):
     scales: Scales | None = None  # delayed; None: those of the tensor's own magnitude
 
 
-NOTHING = Remembered()
+NOTHING = DelayedScaling()
 
 
 class Codes(NamedTuple):
-    """A weight in FP8, as gather.py gathers it."""
+    """A weight in FP8, as linear.py gathers it."""
 
     codes: Tensor  # (N, K)
     scales: Scales
@@ -148,7 +148,7 @@ def product_like(a_MK, b_KN, *_) -> Tensor:
     return a_MK.new_empty(len(a_MK), b_KN.shape[1], dtype=torch.bfloat16)
 
 
-@register_flop_formula(torch.ops.flux_ref.scaled_mm)  # parallel.activation_budget weighs what it recomputes
+@register_flop_formula(torch.ops.flux_ref.scaled_mm)  # compute.activation_memory_budget weighs what it recomputes
 def product_flop(a_shape, b_shape, *_, **__) -> int:
     return 2 * a_shape[0] * a_shape[1] * b_shape[1]
 
@@ -172,8 +172,8 @@ class Fp8Matmul(torch.autograd.Function):
         support: Support,
         grad_in_fp8: bool,
         widths: list[int],
-        of_input: Remembered,
-        of_grad: Remembered,
+        of_input: DelayedScaling,
+        of_grad: DelayedScaling,
         part: Tensor,
         other: Tensor | None = None,
     ):
@@ -232,7 +232,7 @@ def _codes(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, row_times
     return codes_MN, torch.cat([part.t() for part in casts]) if row_times_column else codes_MN.t()
 
 
-def scales_of(found: Tensor, dtype: torch.dtype, remembered: Remembered = NOTHING) -> Scales:
+def scales_of(found: Tensor, dtype: torch.dtype, remembered: DelayedScaling = NOTHING) -> Scales:
     """The scales to cast a tensor with: those remembered, else those of the tensor's own magnitude.
 
     found: the tensor's `magnitudes`. remembered.amax is raised to the largest of them.

@@ -1,6 +1,6 @@
 """The linears of the blocks under a policy (policy.py): which products are cast, and where their scales come from.
 
-Modulation, embedders, head and attention stay in parallel.dtype.
+Modulation, embedders, head and attention stay in compute.dtype.
 A linear multiplies in one of three ways.
 
     plain    no product is cast
@@ -11,20 +11,25 @@ Without gradients (validation, pictures) every scale comes from the tensor itsel
 The loss then depends on weights and data alone.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flux_ref import model
 from flux_ref.config import Config
-from flux_ref.model import Flux, SingleBlock
+from flux_ref.model import Flux, SingleStreamBlock
 from flux_ref.precision import fp8, policy
-from flux_ref.precision.blocks import BlockMatmul, Draws, How
+from flux_ref.precision.blocks import BlockMatmul, MatmulOptions, RoundingKey
+from flux_ref.precision.casts import scale_of_magnitude
 from flux_ref.precision.formats import E4M3, Products, way
-from flux_ref.precision.fp8 import NOTHING, Codes, Fp8Matmul
+from flux_ref.precision.fp8 import NOTHING, Codes, Fp8Matmul, Scales, agreed_magnitudes, keep_scales
 
 
 class PolicyLinear(nn.Linear):
@@ -33,9 +38,9 @@ class PolicyLinear(nn.Linear):
     layer: its name in the net, by which a policy knows it.
     pairs: the sides of its products. way: plain, tensor or blocks, see above.
     arch: of the device, "" without native products.
-    gathered: the weight in FP8; None where the weight itself is gathered. gather.py sets it.
+    gathered: the weight in FP8; None where the weight itself is gathered. linear.py sets it.
     of_input, of_grad: what training notes and takes of the input and of the output's gradient. draws: for stochastic
-    rounding. stages.py sets them between steps.
+    rounding. recipe.py sets them between steps.
     """
 
     def __init__(self, linear: nn.Linear, layer: str, cfg: Config, arch: str):
@@ -52,7 +57,7 @@ class PolicyLinear(nn.Linear):
         self.gathered: Codes | None = None
         self.of_input = NOTHING
         self.of_grad = NOTHING
-        self.draws: Draws | None = None
+        self.draws: RoundingKey | None = None
         self.take(stages[0].pairs[layer])
 
     def take(self, pairs: Products) -> None:
@@ -73,7 +78,7 @@ class PolicyLinear(nn.Linear):
         joined = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
         if way == "plain":
             return F.linear(joined, self.weight, self.bias).split(widths, dim=-1)
-        how = How(self.pairs, self.arch, self.draws if torch.is_grad_enabled() else None, joined.shape[-2])
+        how = MatmulOptions(self.pairs, self.arch, self.draws if torch.is_grad_enabled() else None, joined.shape[-2])
         out = BlockMatmul.apply(joined.flatten(0, -2), self.weight, self.bias, how)
         return out.unflatten(0, joined.shape[:-1]).split(widths, dim=-1)
 
@@ -93,7 +98,7 @@ class PolicyLinear(nn.Linear):
         return [result.unflatten(0, parts[0].shape[:-1]) for result in results]
 
 
-class PartsBlock(nn.Module):
+class SplitSingleStreamBlock(nn.Module):
     """A single block whose linears give and take parts. It takes over the modules of the plain one, with their names.
 
     A compiler then casts each part to FP8 where the part is computed. It would write and read a joined tensor once
@@ -105,7 +110,7 @@ class PartsBlock(nn.Module):
     norm: nn.Module
     linear2: PolicyLinear
 
-    def __init__(self, block: SingleBlock):
+    def __init__(self, block: SingleStreamBlock):
         super().__init__()
         self.widths = (
             sum(block.widths[:3]),
@@ -115,7 +120,7 @@ class PartsBlock(nn.Module):
             self.add_module(name, module)
 
     def forward(self, x_BSD: Tensor, vec_BD: Tensor, rope_SR2: Tensor) -> Tensor:
-        """As model.SingleBlock.forward."""
+        """As model.SingleStreamBlock.forward."""
         shift_B1D, scale_B1D, gate_B1D = self.modulation(vec_BD)
         x = model.modulate(x_BSD, shift_B1D, scale_B1D)
         qkv_BS3D, inner_BSM = self.linear1.in_parts((x,), self.widths)
@@ -134,4 +139,70 @@ def convert(net: Flux, cfg: Config, arch: str) -> None:
             net.set_submodule(name, PolicyLinear(linear, name, cfg, arch))
     for i, block in enumerate(net.single_blocks):
         if isinstance(block.linear1, PolicyLinear) and isinstance(block.linear2, PolicyLinear):
-            net.single_blocks[i] = PartsBlock(cast(SingleBlock, block))
+            net.single_blocks[i] = SplitSingleStreamBlock(cast(SingleStreamBlock, block))
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """FSDP2's two methods for one weight. FSDP2 tells by the number of their arguments what to give them.
+
+    shard: this rank's rows, the very tensor that FSDP2 keeps. scales: one tensor each, since compiled graphs copy
+    inputs that are not aligned. placeholder: of NaN. encode: `_encode`, or compiled.
+    """
+
+    linear: PolicyLinear
+    shard: Tensor
+    scales: Scales
+    placeholder: Tensor
+    encode: Callable[..., Tensor]
+
+    def fsdp_pre_all_gather(self, mesh, size, stride, module, policy) -> tuple[tuple[Tensor], None]:
+        """What this rank gives: the codes of its rows. size: of the whole weight."""
+        padding = -(-size[0] // mesh.size()) - len(self.shard)
+        with torch.no_grad():  # in forward, too: a compiler would make another graph for this mode
+            return (self.encode(self.shard, self.scales[0], padding, self.linear.support.forward),), None
+
+    def fsdp_post_all_gather(self, outputs: tuple[Tensor], metadata, dtype, *, out: Tensor | None = None):
+        """Keep the codes of all ranks. Later gathers fill the same memory, with `out` given: nothing is to do."""
+        if out is None:
+            codes = outputs[0].view(self.linear.support.forward)[: self.linear.out_features]
+            self.linear.gathered = Codes(codes, self.scales)
+            return self.placeholder, ()
+        return None
+
+
+def install(net: nn.Module, cfg: Config) -> None:
+    """Make FSDP2 gather the linears whose weights are e4m3 in all stages as codes. Call it once the net has weights."""
+    names = policy.layers_gathered_in_fp8(cfg)
+    linears = [one for one in net.modules() if isinstance(one, PolicyLinear) and one.layer in names]
+    if not linears:
+        return
+    device = linears[0].weight.device
+    largest = max(linear.weight.numel() for linear in linears)
+    placeholder = torch.full((largest,), math.nan, device=device, dtype=torch.bfloat16)
+    encode = torch.compile(_encode, fullgraph=True, dynamic=False) if cfg.compute.compile else _encode
+    every = []
+    for linear in linears:
+        scales = torch.ones((), device=device), torch.ones((), device=device)
+        shard = cast(DTensor, linear.weight)._local_tensor  # `to_local` returns another tensor object
+        one = Gathered(linear, shard, scales, placeholder, encode)
+        shard.fsdp_pre_all_gather = one.fsdp_pre_all_gather  # type: ignore[attr-defined]  # as FSDP2 documents
+        shard.fsdp_post_all_gather = one.fsdp_post_all_gather  # type: ignore[attr-defined]
+        every.append(one)
+    group = cast(DTensor, linears[0].weight).device_mesh.get_group("shard")
+    # FSDP2's own hook casts and gathers, so this one comes before it.
+    net.register_forward_pre_hook(lambda *_: _agree(every, group), prepend=True)
+
+
+@torch.no_grad()
+def _agree(every: list[Gathered], group: dist.ProcessGroup) -> None:
+    """Set the scales of the weights as they are now. Collective; works on the device alone and in place."""
+    filled = [one.shard if one.shard.numel() else one.shard.new_zeros(1) for one in every]
+    amax = agreed_magnitudes(filled, group).bfloat16().float()
+    scale = scale_of_magnitude(amax, torch.finfo(every[0].linear.support.forward).max)
+    keep_scales(scale, [one.scales for one in every])
+
+
+def _encode(shard: Tensor, scale: Tensor, padding: int, dtype: torch.dtype) -> Tensor:
+    """The rows of a shard as codes, with rows of zeros behind; uint8, which every backend can gather."""
+    return fp8.cast(F.pad(shard.bfloat16(), (0, 0, 0, padding)), scale, dtype).view(torch.uint8)

@@ -19,9 +19,9 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import NamedTuple
 
+from flux_ref.cli import Refusal
 from flux_ref.config import Config, ModelConfig
-from flux_ref.errors import Refusal
-from flux_ref.precision.formats import BASES, PLAIN, PRODUCTS, SIDES, Pair, Products, format_pair, is_delayed, way
+from flux_ref.precision.formats import BASES, PLAIN, PRODUCTS, SIDES, Pair, Products, is_delayed, pair_text, way
 from flux_ref.schedule import steps_for
 
 PRESETS = {
@@ -123,8 +123,8 @@ def stages(cfg: Config) -> tuple[Stage, ...]:
     own = cfg.precision
     batch = cfg.train.global_batch
     end = steps_for(cfg.train.max_samples, batch)
-    if cfg.parallel.dtype != "bf16" and not own.is_plain:
-        raise Refusal(f"precision needs parallel.dtype=bf16, not {cfg.parallel.dtype}; set parallel.dtype=bf16")
+    if cfg.compute.dtype != "bf16" and not own.is_plain:
+        raise Refusal(f"precision needs compute.dtype=bf16, not {cfg.compute.dtype}; set compute.dtype=bf16")
     found: list[Stage] = []
     for samples, preset in ((0, own.preset), *own.switch):
         first = steps_for(samples, batch)
@@ -192,12 +192,12 @@ def _require_possible(name: str, layer: Layer, products: Products, rows: int) ->
             elif side.delayed and [*products.values()] != delayed:
                 reason = "needs a layer with the products of the preset fp8_delayed; take e4m3 or e5m2"
             if reason:
-                given = f"{name} {product}: {format_pair(pair)}"
+                given = f"{name} {product}: {pair_text(pair)}"
                 raise Refusal(f"precision: {given}: {side.name} {reason}, or write another rule")
 
 
 def layers_gathered_in_fp8(cfg: Config) -> list[str]:
-    """The layers whose weights are gathered as codes (gather.py): those with e4m3 weights in all stages.
+    """The layers whose weights are gathered as codes (linear.py): those with e4m3 weights in all stages.
 
     Validation in bf16 needs bf16 weights.
     """

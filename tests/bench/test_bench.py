@@ -11,7 +11,7 @@ from conftest import MICRO, data_overrides
 
 from bench import ceiling, common, fake_ranks, race, step
 from flux_ref import config_file
-from flux_ref.errors import Fault
+from flux_ref.cli import Fault
 from tools.shared import flops
 
 SMALL = config_file.load(MICRO)
@@ -42,7 +42,7 @@ def test_report_of_a_step_is_whole_and_plausible(tmp_path, shapes_dir):
 
 WIDE = (  # activations and weights outweigh what a plan does not count
     *("--model.hidden=192", "--model.heads=3", "--model.rope_axes=[16,24,24]", "--model.text_tokens=24"),
-    *("--model.single_blocks=4", "--eval.batch=1", "--train.global_batch=192", "--parallel.dtype=fp32"),
+    *("--model.single_blocks=4", "--eval.batch=1", "--train.global_batch=192", "--compute.dtype=fp32"),
 )
 
 
@@ -71,14 +71,14 @@ def test_kernels_are_told_apart_by_their_names():
     }
 
 
-BF16 = ("--parallel.dtype=bf16", "--parallel.reduce_dtype=bf16", "--train.global_batch=64")  # a CPU may be slow in bf16
+BF16 = ("--compute.dtype=bf16", "--parallel.reduce_dtype=bf16", "--train.global_batch=64")  # a CPU may be slow in bf16
 
 
 @pytest.mark.slow
 def test_one_process_as_a_rank_of_eight_sends_and_holds_what_is_planned(tmp_path):
     for own in (
         ["--parallel.kept_regions=0"],
-        ["--parallel.kept_regions=-1", "--train.micro_batch=12", "--parallel.compile=true"],
+        ["--parallel.kept_regions=-1", "--train.micro_batch=12", "--compute.compile=true"],
         ["--parallel.region_blocks=2", "--parallel.replicate=2", *BF16],
     ):
         report = report_of(step, tmp_path, "--fake-ranks=8", "--steps=1", "--warmup=0", *WIDE, *own)

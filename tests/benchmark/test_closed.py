@@ -8,10 +8,9 @@ from compliance import RULESETS
 from conftest import ROOT
 from other_values import with_another
 
-from flux_ref import config, config_file
-from flux_ref.benchmark import closed
-from flux_ref.benchmark.closed import TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref import config, config_file, mlperf_closed
 from flux_ref.config import Config, MllogConfig
+from flux_ref.mlperf_closed import TRAIN_SAMPLES, VAL_SAMPLES
 from tools.report import score
 
 COUNTS = (TRAIN_SAMPLES, VAL_SAMPLES)
@@ -40,18 +39,20 @@ def test_each_departure_alone_disqualifies(tmp_path):
     """Without the entries `disqualified`, the logged values still speak, to `report` or to the official checker."""
     plain = load(CONFIGS["schnell_gbs512"])
     cases = {key: (with_another(plain, key), COUNTS) for key, known in config.KEYS.items() if known.closed}
-    cases |= {"data.train_count": (plain, (512, VAL_SAMPLES)), "data.val_count": (plain, (TRAIN_SAMPLES, 8))}
-    assert {*cases, closed.VAL_PRECISION} == {*closed.FIXED}, "every compute of ours may validate"
+    cases |= {"data.train_samples": (plain, (512, VAL_SAMPLES)), "data.val_samples": (plain, (TRAIN_SAMPLES, 8))}
+    assert {*cases, mlperf_closed.VAL_PRECISION} == {*mlperf_closed.FIXED}, "every compute of ours may validate"
     path = tmp_path / "result_0.txt"
     for key, (cfg, counts) in cases.items():
         path.unlink(missing_ok=True)
         flaw = made_logs.ours(path, cfg, counts=counts)
         stop = path.read_text().splitlines()[-1]
-        for text in (flaw, closed.verdict(cfg, *counts), " ".join(faults(path)), stop):
+        for text in (flaw, mlperf_closed.verdict(cfg, *counts), " ".join(faults(path)), stop):
             assert re.search(f"{key}=[^;]+, MLPerf fixes ", text), (key, text)
         assert '"status": "aborted"' in stop, key
         stripped(path, "disqualified")
-        name = {"eval.every_samples": "evaluation_frequency", "data.evict": "cache_clear"}.get(key, key.split(".")[1])
+        name = {"eval.every_samples": "evaluation_frequency", "data.drop_page_cache": "cache_clear"}.get(
+            key, key.split(".")[1]
+        )
         name = re.sub("beta(.)", r"beta_\1", name).replace("optim.eps", "optim.epsilon")
         (found,) = faults(path)
         assert name in found, (key, found)
@@ -60,24 +61,26 @@ def test_each_departure_alone_disqualifies(tmp_path):
 def test_the_benchmarks_configs_depart_in_nothing_and_the_open_division_is_left_alone(tmp_path):
     for name, path in CONFIGS.items():
         if name.startswith(("schnell", "mi3")):
-            assert closed.verdict(load(path), *COUNTS) == "", name
+            assert mlperf_closed.verdict(load(path), *COUNTS) == "", name
     free = ("train.seed=3", "optim.lr=1e-3", "optim.warmup_steps=9", "train.global_batch=1024", "precision.preset=fp8")
-    free += ("eval.at_start=true", "parallel.reduce_dtype=bf16", "sample.count=4")
-    assert closed.departures(load(CONFIGS["schnell_gbs512"], *free), *COUNTS) == []
-    assert closed.verdict(load(CONFIGS["tiny"]), 2592, 576) == "no benchmark result: the data set is a toy"
-    line = closed.verdict(load(CONFIGS["tiny"], "data.kind=embeddings"), 2592, 576)
+    free += ("eval.at_start=true", "parallel.reduce_dtype=bf16", "pictures.count=4")
+    assert mlperf_closed.departures(load(CONFIGS["schnell_gbs512"], *free), *COUNTS) == []
+    assert mlperf_closed.verdict(load(CONFIGS["tiny"]), 2592, 576) == "no benchmark result: the data set is a toy"
+    line = mlperf_closed.verdict(load(CONFIGS["tiny"], "data.kind=embeddings"), 2592, 576)
     assert line.startswith("no benchmark result: model.hidden=128, MLPerf fixes 3072; ") and len(line) < 350
     opened = load(SMOKE, "mllog.submission_division=open", "mllog.rehearsal=false", "eval.target=0.9")
-    assert made_logs.ours(tmp_path / "log", opened, counts=(512, 8)) == "" and closed.verdict(opened, 512, 8) == ""
+    assert (
+        made_logs.ours(tmp_path / "log", opened, counts=(512, 8)) == "" and mlperf_closed.verdict(opened, 512, 8) == ""
+    )
     given = config_file.replace(opened, init__weights="some")
-    assert closed.departures(given, 512, 8) == ["init.weights='some', MLPerf fixes ''"]
+    assert mlperf_closed.departures(given, 512, 8) == ["init.weights='some', MLPerf fixes ''"]
 
 
 def test_a_rehearsal_passes_all_checks_and_is_no_result(tmp_path):
     """Its model and its data may be smaller, and nothing else."""
     cfg, counts = load(SMOKE), (16_384, VAL_SAMPLES)
-    assert closed.verdict(cfg, *counts) == "rehearsal: no benchmark result"
-    assert made_logs.ours(tmp_path / "log", cfg, (0.34,), counts) == closed.REHEARSAL
+    assert mlperf_closed.verdict(cfg, *counts) == "rehearsal: no benchmark result"
+    assert made_logs.ours(tmp_path / "log", cfg, (0.34,), counts) == mlperf_closed.REHEARSAL
     assert {ruleset: faults(tmp_path / "log", ruleset) for ruleset in RULESETS} == {key: [] for key in RULESETS}
     paths = [tmp_path / f"result_{i}.txt" for i in range(10)]
     for i, path in enumerate(paths):

@@ -1,4 +1,4 @@
-"""The closed form of the net's arithmetic against what torch counts."""
+"""The closed form of the net's recipe against what torch counts."""
 
 import pytest
 import torch

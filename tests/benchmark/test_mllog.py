@@ -48,8 +48,8 @@ def test_official_checker_accepts_the_log_of_every_ruleset_and_division_at_the_t
 def test_lowest_precisions_are_the_ones_in_use(tmp_path, cfg):
     """Each case: values of the config; precision in linears, attention and communication. FP8 is disclosed."""
     for changes, want in (
-        ({"parallel__dtype": "fp32", "parallel__reduce_dtype": "bf16"}, ["fp32", "fp32", "bfloat16"]),
-        ({"parallel__dtype": "fp32", "parallel__reduce_dtype": "fp32"}, ["fp32", "fp32", "fp32"]),
+        ({"compute__dtype": "fp32", "parallel__reduce_dtype": "bf16"}, ["fp32", "fp32", "bfloat16"]),
+        ({"compute__dtype": "fp32", "parallel__reduce_dtype": "fp32"}, ["fp32", "fp32", "fp32"]),
         ({"precision__preset": "fp8_delayed"}, ["fp8", "bfloat16", "bfloat16"]),
     ):
         values = values_of(write_log(tmp_path / "log", config_file.replace(cfg, **changes)))

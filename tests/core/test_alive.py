@@ -17,15 +17,15 @@ from conftest import micro_run, script
 from killing import Job, send
 from run_files import count, newest
 
-from flux_ref import alive, errors, ranks
-from flux_ref.alive import Alive
+from flux_ref import cli, ranks, watchdog
+from flux_ref.watchdog import Watchdog
 
 
 def ended(monkeypatch, limit_s: float, late: dict[int, float], marks: set[int] = frozenset()) -> float | None:
     """When a timer of limit_s ends its rank, in s; None if it never does. late: {tick: how long its wait takes}."""
     end: list[float] = []
     now, tick = 0.0, 0
-    timer = object.__new__(Alive)
+    timer = object.__new__(Watchdog)
     timer.limit_s, timer.marks, timer.launcher = limit_s, 0, None
 
     def wait(period: float) -> bool:
@@ -39,7 +39,7 @@ def ended(monkeypatch, limit_s: float, late: dict[int, float], marks: set[int] =
     timer.closed = SimpleNamespace(wait=wait)
     timer.stuck = str
     timer._end = lambda reason: end.append(now)
-    monkeypatch.setattr(alive, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
     timer._run()
     return end[0] if end else None
 
@@ -56,12 +56,12 @@ def test_progress_of_any_rank_is_progress_of_all_and_a_lost_store_leaves_each_ra
     """Rank 0 works through files while the other rank waits for it."""
     monkeypatch.setattr(ranks, "host_group", lambda name: None)
     store = dist.HashStore()
-    with Alive("train.py", 0) as first, Alive("train.py", 0) as second:
+    with Watchdog("train.py", 0) as first, Watchdog("train.py", 0) as second:
         for timer in (first, second):
             timer.share(store.clone())
         seen = second._progress()
         assert second._progress() == seen
-        assert [*errors.counted("ab")] == ["a", "b"]  # of both, as they share a process
+        assert [*cli.counted("ab")] == ["a", "b"]  # of both, as they share a process
         first._progress()
         assert second._progress() > seen
         seen = second._progress()
@@ -69,11 +69,11 @@ def test_progress_of_any_rank_is_progress_of_all_and_a_lost_store_leaves_each_ra
         first._progress()
         assert second._progress() == seen + 1
         second.store = SimpleNamespace(add=Mock(side_effect=RuntimeError))
-        assert second._progress() == second._progress() == second.marks + errors.Progress.total
+        assert second._progress() == second._progress() == second.marks + cli.Progress.total
 
 
 def test_a_rank_that_torchrun_ends_is_silent_about_the_rank_that_broke():
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError), Alive("train.py", 0) as alive:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError), Watchdog("train.py", 0) as alive:
         patch.setattr(signal, "raise_signal", ended := Mock())
         alive.signal = signal.SIGTERM
         raise RuntimeError("Connection reset by peer")
@@ -82,19 +82,19 @@ def test_a_rank_that_torchrun_ends_is_silent_about_the_rank_that_broke():
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_files_of_another_rank_does_not_hang(tmp_path):
-    argv = micro_run(tmp_path / "data", tmp_path / "run", "--run.hang_s=2.5", "--train.max_samples=12")
+    argv = micro_run(tmp_path / "data", tmp_path / "run", "--run.watchdog_s=2.5", "--train.max_samples=12")
     done = script("tests/helpers/slow_set.py", *argv, ranks=2)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_stuck_rank_names_its_line_and_the_key_that_gives_a_compiler_more_time():
-    with Alive("train.py", 7.0) as timer:
+    with Watchdog("train.py", 7.0) as timer:
         timer.mark("the end of step 9")
         said = timer.stuck()
     assert re.match(
-        r"no progress for 7 s since the end of step 9, now at /\S+/flux_ref/alive.py:\d+; this rank, ", said
+        r"no progress for 7 s since the end of step 9, now at /\S+/flux_ref/watchdog.py:\d+; this rank, ", said
     )
-    assert "set a greater run.hang_s" in said
+    assert "set a greater run.watchdog_s" in said
 
 
 def test_what_is_a_second_ctrl_c(monkeypatch, capfd):
@@ -107,21 +107,21 @@ def test_what_is_a_second_ctrl_c(monkeypatch, capfd):
         (True, signal.SIGINT, False),
         (True, signal.SIGTERM, True),
     ):
-        monkeypatch.delenv(alive.LAUNCHED, raising=False)
+        monkeypatch.delenv(watchdog.LAUNCHED, raising=False)
         if is_launched:
-            monkeypatch.setenv(alive.LAUNCHED, "id")
-        watcher = object.__new__(Alive)
+            monkeypatch.setenv(watchdog.LAUNCHED, "id")
+        watcher = object.__new__(Watchdog)
         watcher.signal = signal.SIGTERM
         watcher._take(signal.SIGINT, None)
         watcher._take(number, None)
         assert (end, watcher.signal) == ([130] * ends, signal.SIGINT), (is_launched, number)
-        assert capfd.readouterr().err == f"{alive.NOTICE}\n"
+        assert capfd.readouterr().err == f"{watchdog.NOTICE}\n"
         end.clear()
 
 
 def test_a_signal_saves_and_ends_the_run_unless_it_was_ignored(shapes_dir, tmp_path, attempt, monkeypatch):
-    stop_point = Alive.stop_point
-    for number in alive.SIGNALS:
+    stop_point = Watchdog.stop_point
+    for number in watchdog.SIGNALS:
         run = tmp_path / number.name
         before = signal.signal(number, signal.SIG_DFL)  # a shell's job in the background ignores SIGINT and SIGQUIT
 
@@ -130,14 +130,14 @@ def test_a_signal_saves_and_ends_the_run_unless_it_was_ignored(shapes_dir, tmp_p
                 signal.raise_signal(number)
             stop_point(self, place)
 
-        monkeypatch.setattr(Alive, "stop_point", struck)
+        monkeypatch.setattr(Watchdog, "stop_point", struck)
         code, out, _ = attempt(*micro_run(shapes_dir, run))
         assert code == 128 + number and f"stopped by {number.name} after step 3; the same command goes on" in out
         assert newest(run).info["step"] == 3 and signal.signal(number, before) == signal.SIG_DFL
-    monkeypatch.setattr(alive, "SIGNALS", (signal.SIGHUP,))
+    monkeypatch.setattr(watchdog, "SIGNALS", (signal.SIGHUP,))
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     monkeypatch.setattr(
-        Alive, "stop_point", lambda self, place: (signal.raise_signal(signal.SIGHUP), stop_point(self, place))
+        Watchdog, "stop_point", lambda self, place: (signal.raise_signal(signal.SIGHUP), stop_point(self, place))
     )
     assert attempt(*micro_run(shapes_dir, tmp_path / "nohup"))[0] == 0
     signal.signal(signal.SIGHUP, before)
@@ -146,7 +146,7 @@ def test_a_signal_saves_and_ends_the_run_unless_it_was_ignored(shapes_dir, tmp_p
 @contextlib.contextmanager
 def endless(data: Path, folder: Path) -> Iterator[tuple[Job, Callable[[], int]]]:
     """A run by 2 ranks that has done a few steps, and a function that counts its records."""
-    argv = micro_run(data, folder / "run", "--train.max_samples=1200000", "--run.hang_s=5")
+    argv = micro_run(data, folder / "run", "--train.max_samples=1200000", "--run.watchdog_s=5")
     more = ("--eval.every_samples=96", "--train.log_every_samples=12")
     done = partial(count, folder / "run" / "metrics.jsonl")
     with Job(folder / "log", "train.py", *argv, *more, ranks=2) as job:

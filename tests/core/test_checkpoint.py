@@ -21,10 +21,10 @@ from run_files import column, saved_steps, tensors_of
 from safetensors.torch import load_file
 
 from flux_ref import checkpoint, config, config_file
-from flux_ref.alive import Alive
 from flux_ref.checkpoint import Checkpoint, Saver, TensorSlice
-from flux_ref.errors import Fault
+from flux_ref.cli import Fault
 from flux_ref.model import parameter_table
+from flux_ref.watchdog import Watchdog
 
 HSDP = pytest.param(4, marks=pytest.mark.slow)  # ranks: 2 replicas x 2 shards
 SEVERAL, SIZES = (3, HSDP), (1, 3, HSDP)
@@ -154,7 +154,7 @@ def test_host_buffers_do_not_overlap_and_waste_little():
         rows = {
             name: TensorSlice(torch.empty(ceil(shape[0] / 8), *shape[1:]), 0, shape) for name, shape in table.items()
         }
-        groups = checkpoint.host_copies(rows, pin=False)
+        groups = checkpoint.allocate_host_buffers(rows, pin=False)
     storages = [{part.local.untyped_storage()._cdata for part in group.values()} for group in groups]
     sizes = [next(iter(group.values())).local.untyped_storage().nbytes() for group in groups]
     assert [len(one) for one in storages] == [1] * len(groups) == [1] * len(set.union(*storages))
@@ -205,7 +205,7 @@ def test_a_fault_does_not_cost_the_checkpoint_that_is_being_saved(trains, tmp_pa
 
     write = checkpoint.write_rank
     monkeypatch.setattr(checkpoint, "write_rank", lambda *args: threading.Event().wait(0.5) or write(*args))
-    monkeypatch.setattr(Alive, "stop_point", fail)
+    monkeypatch.setattr(Watchdog, "stop_point", fail)
     assert trains(tmp_path / "run", "--checkpoint.every_samples=12")[::2] == (3, "broken")
     (path,) = checkpoint.folder_of(tmp_path / "run").iterdir()
     assert tensors_of(path)
@@ -247,7 +247,7 @@ def test_what_a_start_lacks_for_checkpoints_is_refused_and_leaves_nothing(trains
         code, _, line = trains(tmp_path / "run")
     assert code == 2 and "GB free; 0.00297 GB are needed" in line and f"{tmp_path} " in line
     assert "set run.dir to another disk, lower checkpoint.keep" in line
-    monkeypatch.setattr(checkpoint, "host_copies", Mock(side_effect=MemoryError("cannot pin")))
+    monkeypatch.setattr(checkpoint, "allocate_host_buffers", Mock(side_effect=MemoryError("cannot pin")))
     code, _, line = trains(tmp_path / "run")
     assert code == 3 and line.startswith("out of memory: cannot pin; free memory")
     assert {path.name for path in tmp_path.iterdir()} <= {".run.lock"}

@@ -11,8 +11,8 @@ import conftest
 from conftest import MICRO, ROOT
 
 from flux_ref import config, config_file
+from flux_ref.cli import Options, Refusal
 from flux_ref.config import KEYS, Config
-from flux_ref.errors import Options, Refusal
 
 CONFIGS = [MICRO, *sorted((ROOT / "configs").glob("*.toml"))]
 AWKWARD = ['say "hi"', "back\\slash \\n", "tab\tline\nfeed", "übergroß 日本 😀", "#'=[]", "\x01\x1b", ""]
@@ -55,9 +55,9 @@ def test_a_config_comes_back_from_its_dump(tmp_path):
 def test_overrides_win_over_the_file_and_are_read_in_the_type_of_their_key(tmp_path):
     overrides = ["--train.seed=2", "--train.seed=3", "--run.dir=8", "--optim.lr=1", "--eval.at_start=true"]
     overrides += ["--model.rope_axes=[32, 48, 48]", "--data.val=a=b 'c'"]
-    cfg = loaded(tmp_path, "train.seed = 1\noptim.lr = 1e-3\n[run]\nhang_s = 7", *overrides)
+    cfg = loaded(tmp_path, "train.seed = 1\noptim.lr = 1e-3\n[run]\nwatchdog_s = 7", *overrides)
     assert (cfg.train.seed, cfg.run.dir, cfg.optim.lr, cfg.eval.at_start) == (3, "8", 1.0, True)
-    assert (cfg.model.rope_axes, cfg.data.val, cfg.run.hang_s) == ((32, 48, 48), "a=b 'c'", 7.0)
+    assert (cfg.model.rope_axes, cfg.data.val, cfg.run.watchdog_s) == ((32, 48, 48), "a=b 'c'", 7.0)
     assert type(cfg.optim.lr) is float
     for text in ("train.seed", "-x", "train.seed=1", "--train.seed", "more.toml", "--", ""):
         assert repr(text) in reply(tmp_path, "", text)
@@ -132,7 +132,7 @@ def test_a_value_lies_within_the_bounds_of_its_key_or_is_one_of_its_choices(tmp_
 
 
 def test_what_would_take_minutes_in_silence_is_out_of_bounds():
-    silent = "data.prefetch data.workers train.synthetic_steps sample.steps model.double_blocks train.global_batch"
+    silent = "data.prefetch data.workers train.synthetic_steps pictures.steps model.double_blocks train.global_batch"
     silent += " eval.batch precision.history"
     assert [key for key in silent.split() if KEYS[key].allows(10**9)] == []
 
@@ -146,7 +146,7 @@ def test_text_that_no_file_could_hold_is_refused(tmp_path):
 
 # Combinations
 
-TOY = 'data.kind = "toy"\ndata.train_count = 1\n'
+TOY = 'data.kind = "toy"\ndata.train_samples = 1\n'
 REFUSED = {  # TOML: words of the refusal
     "model.heads = 25": ["model.hidden=3072", "model.heads=25"],
     "model.latent_height = 31": ["model.latent_height", "even"],
@@ -155,21 +155,21 @@ REFUSED = {  # TOML: words of the refusal
         f"model.rope_axes = {axes}": ["model.rope_axes=(", "three even numbers with the sum hidden / heads = 128"]
         for axes in ([64, 64], [15, 56, 57], [-16, 72, 72], [16, 56, 58])
     },
-    TOY: ["data.kind=toy", "data.val_count"],
+    TOY: ["data.kind=toy", "data.val_samples"],
     'data.pictures = "a"': ["set data.kind=toy"],
-    TOY + 'data.pictures = "a"': ["set data.train_count and data.val_count to 0"],
-    'parallel.attention = "flash"\nparallel.dtype = "fp32"': [
-        "parallel.attention=cudnn and flash",
-        "parallel.dtype=bf16",
+    TOY + 'data.pictures = "a"': ["set data.train_samples and data.val_samples to 0"],
+    'compute.attention = "flash"\ncompute.dtype = "fp32"': [
+        "compute.attention=cudnn and flash",
+        "compute.dtype=bf16",
     ],
 }
 HARMLESS = (
     'data.val = ""\neval.at_start = true',
-    "sample.every_samples = 600",
-    "train.timestep_mean = 0.5",
-    "parallel.activation_budget = 0.5",
-    'parallel.recompute = "block"\nparallel.compile = true',
-    TOY + 'data.val_count = 1\nsample.vae = "x"',
+    "pictures.every_samples = 600",
+    "train.logit_mean = 0.5",
+    "compute.activation_memory_budget = 0.5",
+    'compute.activation_checkpointing = "block"\ncompute.compile = true',
+    TOY + 'data.val_samples = 1\npictures.vae = "x"',
 )
 
 

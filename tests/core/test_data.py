@@ -14,9 +14,9 @@ import shard_damage
 import torch
 from conftest import refusal
 
-from flux_ref import config_file, rng, shards
+from flux_ref import config_file, dataset, rng
 from flux_ref.config import Config
-from flux_ref.data import PADDING, HostBatch, SampleSet, TrainSet, ValSet, allocate, copy_next, read_ahead
+from flux_ref.dataloader import PADDING, HostBatch, SampleSet, TrainSet, ValSet, allocate, copy_next, read_ahead
 
 Rows = dict[str, torch.Tensor]
 COUNT, BATCH = 50, 12  # an epoch ends inside the fifth batch
@@ -28,17 +28,17 @@ def write_set(cfg: Config, folder: Path, train: int, val: list[int]) -> Config:
 
     Returns the config with its data there.
     """
-    shapes = shards.layout(cfg.model).shapes
+    shapes = dataset.layout(cfg.model).shapes
     for split, timesteps in (("train", [None] * train), ("val", val)):
         samples = []
         for i, timestep in enumerate(timesteps):
-            bits = {name: shards.to_bf16_bits(np.full(shape, i)) for name, shape in shapes.items()}
-            samples.append((shards.Meta(shards.key_of(split, i), timestep), bits))
+            bits = {name: dataset.to_bf16_bits(np.full(shape, i)) for name, shape in shapes.items()}
+            samples.append((dataset.Meta(dataset.key_of(split, i), timestep), bits))
         shard_damage.write(folder / split, samples, 20)
     empty = {name: np.full(shapes[name], value, np.float32) for name, value in (("t5", 300), ("clip", 400))}
-    shards.write_empty(folder / "empty_encodings", empty)
+    dataset.write_empty(folder / "empty_encodings", empty)
     places = {"data__train": folder / "train", "data__val": folder / "val"}
-    values = {"data__kind": "embeddings", "data__train_count": 0, "data__val_count": 0}
+    values = {"data__kind": "embeddings", "data__train_samples": 0, "data__val_samples": 0}
     return config_file.replace(cfg, **values, **{key: str(path) for key, path in places.items()})
 
 
@@ -109,7 +109,7 @@ def test_samples_and_draws_are_the_same_at_every_world_size_and_from_every_start
 
 
 def test_the_distribution_of_t_changes_t_in_training_and_nothing_else(cfg):
-    values = {"timestep": "logit_normal", "timestep_mean": -0.5, "timestep_width": 1.5, "timestep_shift": 3.0}
+    values = {"timestep_sampling": "logit_normal", "logit_mean": -0.5, "logit_std": 1.5, "timestep_shift": 3.0}
     moved = config_file.replace(cfg, **{f"train__{key}": value for key, value in values.items()})
     rows = train_rows(moved, 2)
     want = [rng.train_draw(moved.train, 0, sample, (2,)).t for sample in numbers(rows).tolist()]
@@ -151,7 +151,7 @@ def test_every_validation_sample_comes_once_with_its_own_timestep_and_noise_of_t
     for size, batch in ((1, 45), (1, 64), (3, 8), (7, 1)):
         rows = val_rows(config_file.replace(cfg, eval__batch=batch), 36, size)
         assert not different(rows, one), (size, batch)
-    for name in shards.MEMBERS:
+    for name in dataset.MEMBERS:
         assert numbers(one, name).tolist() == list(range(45))
     assert one["timestep"].tolist() == TIMESTEPS and one["t"].tolist() == [k / 8 for k in TIMESTEPS]
     other = val_rows(cfg, 72)
@@ -173,7 +173,7 @@ def test_rows_of_padding_hold_zeros_whatever_was_in_the_buffer_before(cfg):
 
 
 def test_sets_of_another_number_and_validation_that_lacks_a_timestep_are_refused(micro, cfg, tmp_path):
-    for key, kind, count in (("train_count", TrainSet, 50), ("val_count", ValSet, 45)):
+    for key, kind, count in (("train_samples", TrainSet, 50), ("val_samples", ValSet, 45)):
         text = refusal(kind, config_file.replace(cfg, **{f"data__{key}": 44}), 0, 1, False)
         assert f"holds {count} samples, data.{key}=44 asks for 44; set it to {count} or to 0" in text
     of_training = config_file.replace(cfg, data__val=cfg.data.train)
@@ -270,7 +270,7 @@ def test_waiting_for_data_counts_while_the_device_is_idle(micro, monkeypatch):
     assert 0.04 < copy_next(source.feed(), static) < 1.0  # four rows for each of three workers
     assert static["t"].tolist() == list(range(BATCH))
     busy = {name: SimpleNamespace(device=torch.device("cuda"), copy_=lambda *_, **__: None) for name in static}
-    monkeypatch.setattr("flux_ref.data.ranks.end_of_copies", lambda device: int)
+    monkeypatch.setattr("flux_ref.dataloader.ranks.end_of_copies", lambda device: int)
     for done in (False, True):
         event = SimpleNamespace(record=lambda: None, query=lambda done=done: done)
         monkeypatch.setattr(torch, "Event", lambda kind, event=event: event)

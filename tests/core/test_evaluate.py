@@ -7,12 +7,11 @@ import torch
 from lively_nets import lively_net, plain_net
 from shard_damage import opened
 
-from flux_ref import flow, rng, schedule, sharding, shards
-from flux_ref.data import PADDING, ValSet, synthetic
-from flux_ref.errors import Fault
+from flux_ref import dataset, flow, rng, schedule, sharding
+from flux_ref.cli import Fault
+from flux_ref.dataloader import PADDING, ValSet, synthetic
 from flux_ref.evaluate import summarise, validation_loss
-from flux_ref.step import validation_step
-from flux_ref.step_runner import Validator
+from flux_ref.trainer import Validator, validation_step
 
 SIZES = (1, 3, pytest.param(4, marks=pytest.mark.slow))
 
@@ -23,8 +22,8 @@ def plain(shapes_dir) -> list[list[float]]:
     cfg = rank_runs.clipped_config(shapes_dir)
     net = plain_net(cfg)
     losses = [[] for _ in range(schedule.TIMESTEPS)]
-    for i, (meta, rows) in enumerate(opened(cfg.data.val, shards.layout(cfg.model))):
-        sample = {name: shards.from_bf16_bits(bits) for name, bits in rows.items()} | {
+    for i, (meta, rows) in enumerate(opened(cfg.data.val, dataset.layout(cfg.model))):
+        sample = {name: dataset.from_bf16_bits(bits) for name, bits in rows.items()} | {
             "t": np.float32(meta.timestep / 8)
         }
         for name, stream in (("latent_eps", rng.VAL_LATENT), ("noise", rng.VAL_NOISE)):

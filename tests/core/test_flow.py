@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flux_ref import flow, latents
+from flux_ref import flow
 
 SHAPE = (3, 16, 4, 6)  # B, C, Y, X
 
@@ -58,25 +58,25 @@ def test_the_net_is_asked_at_x_t_and_its_error_is_averaged_per_sample_in_fp32(ba
 def test_latent_agrees_with_the_reference(batch):
     """Without spread, `unscale` gives the mean again."""
     mean = batch["mean"].float()
-    latent = latents.sample(batch["mean"], batch["logvar"], batch["latent_eps"])
+    latent = flow.sample(batch["mean"], batch["logvar"], batch["latent_eps"])
     assert latent.dtype == torch.float32
     np.testing.assert_allclose(latent, reference(batch)[0], rtol=1e-6, atol=1e-6)
-    unscaled = latents.unscale(latents.sample(mean, batch["logvar"], torch.zeros(SHAPE)))
+    unscaled = flow.unscale(flow.sample(mean, batch["logvar"], torch.zeros(SHAPE)))
     torch.testing.assert_close(unscaled, mean, rtol=1e-6, atol=1e-6)
 
 
 def test_pack_orders_tokens_and_features_and_unpack_inverts_it():
     for shape in ((2, 3, 4, 6), (1, 2, 10, 2)):
         image = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-        packed = latents.pack(torch.from_numpy(image))
+        packed = flow.pack(torch.from_numpy(image))
         np.testing.assert_array_equal(packed, pack_by_loops(image))
-        np.testing.assert_array_equal(latents.unpack(packed, *shape[2:]), image)
+        np.testing.assert_array_equal(flow.unpack(packed, *shape[2:]), image)
 
 
 def test_image_positions_follow_the_packed_tokens():
     """Each token's position is the row and column of its patch."""
     rows, columns = np.meshgrid(np.arange(6) // 2, np.arange(10) // 2, indexing="ij")
-    packed = latents.pack(torch.from_numpy(np.stack((0 * rows, rows, columns)))[None])
-    positions = latents.image_positions(6, 10)
+    packed = flow.pack(torch.from_numpy(np.stack((0 * rows, rows, columns)))[None])
+    positions = flow.image_positions(6, 10)
     assert positions.dtype == torch.float64
     np.testing.assert_array_equal(positions, packed[0, :, ::4])

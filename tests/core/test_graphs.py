@@ -20,12 +20,12 @@ from run_files import contents, require_equal_runs
 from stand_in import Log, Recorder
 from torch.torch_version import TorchVersion
 
-from flux_ref import errors, graphs, ranks, sharding, step_runner
+from flux_ref import cli, graphs, ranks, sharding, trainer
+from flux_ref.cli import Fault
 from flux_ref.config import Config
-from flux_ref.errors import Fault
-from flux_ref.graphs import CAPTURED, CapturedRunner, mode
+from flux_ref.graphs import CAPTURED, CapturedTrainer, mode
 from flux_ref.precision.linear import PolicyLinear
-from flux_ref.step_runner import State
+from flux_ref.trainer import TrainState
 
 CUDA = torch.device("cuda", 0)
 SETTLING = ["reshard", "collect", "synchronize", "barrier"]
@@ -50,8 +50,8 @@ def log(monkeypatch) -> Log:
 def make(world):
     """Makes the steps of a fresh net, warmed up."""
 
-    def fresh(cfg: Config) -> CapturedRunner:
-        steps = CapturedRunner(State(sharding.build(cfg, world, 3), cfg, world), cfg, world)
+    def fresh(cfg: Config) -> CapturedTrainer:
+        steps = CapturedTrainer(TrainState(sharding.build(cfg, world, 3), cfg, world), cfg, world)
         steps.warm_up()
         return steps
 
@@ -68,9 +68,9 @@ def train(folder, data, *overrides: str) -> int:
 
 
 OLD_HIP = "RCCL's watchdog invalidates captures in torch 2.11.0; 2.12 and later capture on HIP"
-CHOSEN = [  # torch's HIP, its version, device, graph.enabled, the mode
+CHOSEN = [  # torch's HIP, its version, device, compute.cuda_graphs, the mode
     (None, "2.11.0", CUDA, "auto", CAPTURED),
-    (None, "2.14.1", CUDA, "off", "eager (graph.enabled=off)"),
+    (None, "2.14.1", CUDA, "off", "eager (compute.cuda_graphs=off)"),
     (None, "2.14.1", torch.device("cpu"), "auto", "eager (a device of type cpu captures no graphs)"),
     ("7.1", "2.12.0", CUDA, "auto", "eager (on HIP graphs are captured only when asked for)"),
     ("7.1", "2.12.0", CUDA, "on", CAPTURED),
@@ -82,12 +82,12 @@ def test_auto_captures_on_nvidia_devices_alone_and_on_is_refused_where_it_cannot
     for hip, version, device, enabled, want in CHOSEN:
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-        assert mode(micro_config(graph__enabled=enabled), device) == want
-    assert OLD_HIP in refusal(mode, micro_config(graph__enabled="on"), CUDA)
+        assert mode(micro_config(compute__cuda_graphs=enabled), device) == want
+    assert OLD_HIP in refusal(mode, micro_config(compute__cuda_graphs="on"), CUDA)
     monkeypatch.setattr(torch.version, "hip", None)
-    text = refusal(mode, micro_config(graph__enabled="on"), torch.device("cpu"))
+    text = refusal(mode, micro_config(compute__cuda_graphs="on"), torch.device("cpu"))
     assert text.startswith(
-        "graph.enabled=on cannot be honoured: a device of type cpu captures no graphs; graph.enabled="
+        "compute.cuda_graphs=on cannot be honoured: a device of type cpu captures no graphs; set it to auto"
     )
 
 
@@ -141,13 +141,13 @@ def test_the_recorder_works_on_a_stream_of_its_own_and_tells_why_a_capture_faile
     def work(error: Exception) -> None:
         raise error
 
-    with pytest.raises(Fault, match=r"^a step cannot be captured: no\.item\(\) here; set graph\.enabled=off$"):
+    with pytest.raises(Fault, match=r"^a step cannot be captured: no\.item\(\) here; set compute\.cuda_graphs=off$"):
         recorder.capture(partial(work, RuntimeError("no.item() here\nand a stack of C++")))
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory$"):  # train.py names the remedy
         recorder.capture(partial(work, torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(RuntimeError, match=r"^CUDA error: out of memory$") as short:
         recorder.capture(partial(work, RuntimeError("CUDA error: out of memory")))
-    assert "lower train.micro_batch" in str(errors.in_words(short.value))
+    assert "lower train.micro_batch" in str(cli.in_words(short.value))
 
 
 # The proof on the device
@@ -159,8 +159,8 @@ REPLAY = stand_in.Graph.replay
 class Wrong(stand_in.Graph):
     """A graph whose replay is wrong in one way."""
 
-    def __init__(self, work):
-        super().__init__(work)
+    def __init__(self, *of):
+        super().__init__(*of)
         self.weights = dict(zip(self.steps.state.opt.names, self.steps.state.opt.shards))
         self.kept = {name: shard.clone() for name, shard in self.weights.items()}
         self.batches = {id(t): t for b in (self.steps.train_batch, self.steps.val_batch) for t in b.values()}
@@ -261,7 +261,7 @@ def test_whatever_a_graph_keeps_of_its_capture_is_told(log, make, monkeypatch):
     told = {}
     for name, replay in faults.items():
         steps = make(small())
-        with monkeypatch.context() as patch, pytest.raises(Fault, match=r"set graph\.enabled=off") as caught:
+        with monkeypatch.context() as patch, pytest.raises(Fault, match=r"set compute\.cuda_graphs=off") as caught:
             patch.setattr(Wrong, "replay", lambda graph, replay=replay: replay(graph))
             patch.setattr(stand_in, "Graph", Wrong)
             steps.capture()
@@ -283,9 +283,9 @@ def require_alike_by_graphs(found: dict, want: dict) -> None:
 
 
 def test_replays_are_bit_identical_to_eager_steps(log, micro, world):
-    own = {"train__micro_batch": 6, "eval__batch": 24, "optim__ema": 60}
+    own = {"train__micro_batch": 6, "eval__batch": 24, "optim__ema_half_life": 60}
     found, want = (
-        history(micro_config(Path(micro.data.train).parent, graph__enabled=enabled, **own), world)
+        history(micro_config(Path(micro.data.train).parent, compute__cuda_graphs=enabled, **own), world)
         for enabled in ("auto", "off")
     )
     require_alike_by_graphs(found, want)
@@ -307,20 +307,20 @@ def test_replays_are_bit_identical_to_eager_steps_at_two_ranks(shapes_dir, tmp_p
 def eager(shapes_dir, tmp_path_factory):
     """The folder of an eager run."""
     folder = tmp_path_factory.mktemp("eager")
-    assert train(folder, shapes_dir, "--graph.enabled=off") == 0
+    assert train(folder, shapes_dir, "--compute.cuda_graphs=off") == 0
     return folder
 
 
 def test_a_run_by_graphs_is_the_eager_run(eager, log, tmp_path, shapes_dir, monkeypatch, capsys):
     """Batch and rate are in place before each replay. All ranks drop the graphs before they leave the group."""
     filled, rates = [], []
-    copy_next, replay = step_runner.copy_next, stand_in.Graph.replay
-    monkeypatch.setattr(step_runner, "copy_next", lambda *args: (log.append("fill"), copy_next(*args))[1])
+    copy_next, replay = trainer.copy_next, stand_in.Graph.replay
+    monkeypatch.setattr(trainer, "copy_next", lambda *args: (log.append("fill"), copy_next(*args))[1])
 
     def looking(captured: stand_in.Graph) -> None:
         if captured.kind == "train":
             filled.append(log[-1])
-            rates.append(float(captured.work.__self__.state.opt.lr))
+            rates.append(float(captured.steps.state.opt.lr))
         replay(captured)
 
     monkeypatch.setattr(stand_in.Graph, "replay", looking)
@@ -353,14 +353,14 @@ def test_a_run_whose_step_breaks_waits_for_nothing_and_goes_on_from_its_checkpoi
 
 # Pictures between replays
 
-PICTURES = ["--sample.count=4", "--sample.steps=2", "--sample.guidance=2", "--sample.every_samples=20"]
+PICTURES = ["--pictures.count=4", "--pictures.steps=2", "--pictures.guidance=2", "--pictures.every_samples=20"]
 FP8 = ["--precision.preset=fp8", '--precision.switch=[[40, "fp8_delayed"]]', *FP8_RUN, "--train.micro_batch=16"]
 
 
 @pytest.mark.parametrize("settings", [[], pytest.param(FP8, marks=pytest.mark.slow)])
 def test_pictures_between_replays_are_those_of_an_eager_run_and_change_nothing(settings, log, tmp_path, shapes_dir):
     """Also with weights that stay gathered in FP8, and with delayed scales in a second stage."""
-    runs = {"plain": [], "captured": PICTURES, "eager": [*PICTURES, "--graph.enabled=off"]}
+    runs = {"plain": [], "captured": PICTURES, "eager": [*PICTURES, "--compute.cuda_graphs=off"]}
     for name, own in runs.items():
         assert train(tmp_path / name, shapes_dir, *settings, *own) == 0
     assert log.count("replay train") == 2 * (3 + 3 * PROOF if settings else 5 + PROOF)

@@ -81,10 +81,10 @@ def test_rope_turns_neighbours_in_fp32():
     torch.testing.assert_close(rotated_BSHK.double(), torch.view_as_real(turned).flatten(-2), rtol=0, atol=2e-6)
 
 
-def test_time_waves_are_cosines_and_sines_of_1000_t_in_fp32():
+def test_timestep_embedding_are_cosines_and_sines_of_1000_t_in_fp32():
     t_B = torch.arange(8) / 8
     angle = (125.0 * torch.arange(8, dtype=torch.float64))[:, None] * 10_000 ** (-torch.arange(128).double() / 128)
-    waves_BW = model.time_waves(t_B)
+    waves_BW = model.timestep_embedding(t_B)
     assert waves_BW.dtype == torch.float32
     torch.testing.assert_close(waves_BW.double(), torch.cat((angle.cos(), angle.sin()), 1), rtol=0, atol=2e-4)
 
@@ -105,7 +105,7 @@ def initialised() -> Flux:
     """A random net whose parameters are zero where `initial` says so."""
     net = plain_net(CFG)
     for name, parameter in net.named_parameters():
-        if model.start_of(name, tuple(parameter.shape))[0] == "zeros":
+        if model.init_spec(name, tuple(parameter.shape))[0] == "zeros":
             nn.init.zeros_(parameter)
     return net
 
@@ -126,7 +126,7 @@ def test_blocks_are_the_identity_and_the_output_is_zero_at_the_start():
 def test_initial_distribution_of_every_parameter():
     """Kinds by module; the half-width of uniform weights is what torch's own Xavier draws from."""
     for name, shape in model.parameter_table(MICRO_MODEL).items():
-        kind, width = model.start_of(name, shape)
+        kind, width = model.init_spec(name, shape)
         module, _, part = re.sub(r"^(double|single)_blocks\.\d+\.", "", name).rpartition(".")
         started = [way for way, modules in STARTS.items() if part == "weight" and module in modules]
         assert kind == (*started, {"bias": "zeros", "scale": "ones"}.get(part, "uniform"))[0], name

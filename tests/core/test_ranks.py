@@ -12,8 +12,8 @@ import torch.distributed as dist
 from conftest import refusal
 
 from flux_ref import ranks
+from flux_ref.cli import printable
 from flux_ref.config import ParallelConfig
-from flux_ref.errors import printable
 from flux_ref.ranks import replica_count
 
 

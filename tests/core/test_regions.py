@@ -7,12 +7,11 @@ import torch
 from conftest import micro_config
 
 from bench.fake_ranks import fake_world
-from flux_ref import schedule, sharding, step_runner
+from flux_ref import schedule, sharding, trainer
 from flux_ref.config import Config
-from flux_ref.data import synthetic
-from flux_ref.model import SingleBlock
-from flux_ref.step import Health, train_step, validation_step
-from flux_ref.step_runner import State
+from flux_ref.dataloader import synthetic
+from flux_ref.model import SingleStreamBlock
+from flux_ref.trainer import Health, TrainState, train_step, validation_step
 
 
 def deep(**values: object) -> Config:
@@ -21,7 +20,7 @@ def deep(**values: object) -> Config:
 
 def steps(world, cfg: Config) -> tuple[list[float], list[list[float]]]:
     """The losses of three training steps and the sums of a validation step, on synthetic data."""
-    state = State(sharding.build(cfg, world, seed=3), cfg, world)
+    state = TrainState(sharding.build(cfg, world, seed=3), cfg, world)
     batch = synthetic(cfg.model, cfg.train.global_batch)
     state.opt.lr.fill_(1e-2)
     health = Health(world.device)
@@ -34,14 +33,16 @@ def steps(world, cfg: Config) -> tuple[list[float], list[list[float]]]:
 
 def test_recomputing_and_keeping_change_no_bit_and_recomputing_calls_every_block_once_more(world, monkeypatch):
     calls = []
-    forward = SingleBlock.forward
-    monkeypatch.setattr(SingleBlock, "forward", lambda *args: calls.append(0) or forward(*args))
-    levers = {"recompute": ("block",), "kept_regions": (1, -1)}
+    forward = SingleStreamBlock.forward
+    monkeypatch.setattr(SingleStreamBlock, "forward", lambda *args: calls.append(0) or forward(*args))
+    levers = {"compute__activation_checkpointing": ("block",), "parallel__kept_regions": (1, -1)}
     want = steps(world, micro_config(parallel__region_blocks=2))
     for key, value in ((key, value) for key, values in levers.items() for value in values):
         calls.clear()
-        found = steps(world, micro_config(parallel__region_blocks=2, **{f"parallel__{key}": value}))
-        passes = 7 if key == "recompute" else 4  # of three training steps and one validation step
+        found = steps(world, micro_config(parallel__region_blocks=2, **{key: value}))
+        passes = (
+            7 if key == "compute__activation_checkpointing" else 4
+        )  # of three training steps and one validation step
         assert found == want and len(calls) == 3 * passes, (key, value)
 
 
@@ -63,7 +64,7 @@ def collectives(kept: int) -> list[str]:
     cfg = deep(parallel__kept_regions=kept)
     log = []
     with fake_world(4) as four:
-        state = State(sharding.build(cfg, four, seed=None), cfg, four)
+        state = TrainState(sharding.build(cfg, four, seed=None), cfg, four)
         for unit in (*state.net.double_blocks, *state.net.single_blocks):
             unit.set_custom_all_gather(Noted(log, "gather"))
             unit.set_custom_reduce_scatter(Noted(log, "reduce"))
@@ -73,7 +74,7 @@ def collectives(kept: int) -> list[str]:
 
 def test_replicas_reduce_once_a_step_with_the_last_micro_batch(world, monkeypatch):
     cfg = micro_config(train__micro_batch=4)
-    state = State(sharding.build(cfg, world, seed=3), cfg, world)
+    state = TrainState(sharding.build(cfg, world, seed=3), cfg, world)
     asked = []
     monkeypatch.setattr(type(state.net), "set_requires_all_reduce", lambda net, is_asked: asked.append(is_asked))
     train_step(state.net, state.opt, synthetic(cfg.model, cfg.train.global_batch), Health(world.device), cfg)
@@ -90,9 +91,9 @@ def test_levers_reach_fsdp():
 @pytest.mark.parametrize(
     "values",
     [
-        {"parallel__activation_budget": 0.5},
+        {"compute__activation_memory_budget": 0.5},
         {"parallel__region_blocks": 2},
-        {"parallel__activation_budget": 0.0},
+        {"compute__activation_memory_budget": 0.0},
     ],
 )
 @pytest.mark.nightly
@@ -100,7 +101,7 @@ def test_compiled_equals_eager_with_four_graphs(world, values):
     """One graph each for double and single regions, with and without gradients. Depth adds none."""
     want, want_sums = steps(world, deep(parallel__region_blocks=values.get("parallel__region_blocks", 1)))
     torch._dynamo.utils.counters.clear()
-    losses, sums = steps(world, deep(**values, parallel__compile=True))
+    losses, sums = steps(world, deep(**values, compute__compile=True))
     assert losses == pytest.approx(want, rel=1e-5)
     torch.testing.assert_close(torch.tensor(sums), torch.tensor(want_sums), rtol=1e-5, atol=0)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
@@ -111,12 +112,12 @@ def test_compiled_equals_eager_with_four_graphs(world, values):
 def test_a_new_shape_after_the_warm_up_is_an_error_and_pictures_are_drawn_all_the_same(world):
     losses = []
     for compiled in (False, True):
-        cfg = micro_config(parallel__compile=compiled)
-        state = State(sharding.build(cfg, world, seed=3), cfg, world)
-        runner = step_runner.StepRunner(state, cfg, world)
+        cfg = micro_config(compute__compile=compiled)
+        state = TrainState(sharding.build(cfg, world, seed=3), cfg, world)
+        runner = trainer.Trainer(state, cfg, world)
         runner.warm_up()
         runner.train()
-        losses.append(runner.loss.item())
+        losses.append(runner.health.loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     sums = torch.zeros_like(runner.sums)
     runner.validate()
@@ -133,7 +134,9 @@ def test_settings_of_the_compiler_hold_in_every_thread(world):
         return torch._dynamo.config.recompile_limit, torch._functorch.config.activation_memory_budget
 
     compiled = torch.compile(torch.sin, fullgraph=True, dynamic=False, backend="eager")
-    sharding.compile_all([], micro_config(parallel__compile=True, parallel__activation_budget=0.5), world.device, {})
+    sharding.compile_all(
+        [], micro_config(compute__compile=True, compute__activation_memory_budget=0.5), world.device, {}
+    )
     with ThreadPoolExecutor(1) as elsewhere:
         assert elsewhere.submit(settings).result() == settings() == (sharding.RECOMPILE_LIMIT, 0.5)
         shapes = [torch.ones(size) for size in range(2, 14)]

@@ -1,4 +1,4 @@
-"""Every random number of a run, against a second implementation of its definition; and the run's arithmetic."""
+"""Every random number of a run, against a second implementation of its definition; and the run's recipe."""
 
 import hashlib
 import itertools
@@ -81,7 +81,7 @@ def test_second_philox_gives_the_papers_known_answers():
 
 def config(kind: str, mean: float, width: float, shift: float, seed: int = 0) -> TrainConfig:
     return TrainConfig(
-        seed=seed, timestep=kind, timestep_mean=mean, timestep_width=width, timestep_shift=shift, caption_drop=0.1
+        seed=seed, timestep_sampling=kind, logit_mean=mean, logit_std=width, timestep_shift=shift, caption_drop=0.1
     )
 
 
@@ -119,16 +119,16 @@ def test_numbers_are_finite_and_t_is_below_1_at_the_ends_of_words_and_of_what_co
 
 def test_a_part_of_the_initial_values_is_the_same_whoever_draws_it():
     for kind in ("normal", "uniform", "ones"):
-        whole = rng.start_values(3, "some", kind, 0.3, 0, 50)
+        whole = rng.init_values(3, "some", kind, 0.3, 0, 50)
         for start, count in ((0, 7), (1, 1), (3, 8), (6, 5), (49, 1)):
-            assert np.array_equal(rng.start_values(3, "some", kind, 0.3, start, count), whole[start : start + count])
+            assert np.array_equal(rng.init_values(3, "some", kind, 0.3, start, count), whole[start : start + count])
 
 
 def test_lr_is_linear_then_constant_or_falls_to_a_tenth():
     for warmup in (0, 1600):
         want = np.array([2e-4 * min(1, (step + 1) / max(1, warmup)) for step in range(2000)])
         assert [schedule.lr(step, OptimConfig(2e-4, warmup)) for step in range(2000)] == pytest.approx(want)
-        falling = OptimConfig(2e-4, warmup, decay_steps=1000)
+        falling = OptimConfig(2e-4, warmup, decay_end_step=1000)
         want *= np.interp(range(2000), (0, 1000), (1, 0.1))
         assert [schedule.lr(step, falling) for step in range(2000)] == pytest.approx(want)
 

@@ -11,7 +11,7 @@ import torch
 from conftest import MICRO
 from torch import Tensor
 
-from flux_ref import config_file, flow, latents, model
+from flux_ref import config_file, flow, model
 
 AXES = re.compile(r"_([A-Z][A-Z0-9]*)$")
 # latent_height and latent_width differ from the micro config's so that Y, X, N and S have sizes of their own.
@@ -78,13 +78,15 @@ def run_once() -> None:
     shapes |= {"t5": (CFG.text_tokens, CFG.t5_dim), "clip": (CFG.clip_dim,), "t": ()}
     batch = {name: torch.rand(SIZES["B"], *shape) for name, shape in shapes.items()}
     flow.losses(model.Flux(CFG), batch, torch.float32)
-    latents.unpack(latents.pack(latents.unscale(batch["noise"])), CFG.latent_height, CFG.latent_width)
+    flow.unpack(flow.pack(flow.unscale(batch["noise"])), CFG.latent_height, CFG.latent_width)
 
 
 def test_suffixes_are_the_axes_of_their_tensors():
     assert len(set(SIZES.values())) == len(SIZES), "every letter has a size of its own"
-    with traced(model, flow, latents) as found:
+    with traced(model, flow) as found:
         run_once()
     assert [text for texts in found.values() for text in texts] == []
-    seen = "rope_table apply_rope attention modulate interpolate losses pack unpack Flux.forward DoubleBlock.forward"
-    assert found.keys() >= {*seen.split(), "SingleBlock.forward", "LastLayer.forward"}
+    seen = (
+        "rope_table apply_rope attention modulate interpolate losses pack unpack Flux.forward DoubleStreamBlock.forward"
+    )
+    assert found.keys() >= {*seen.split(), "SingleStreamBlock.forward", "LastLayer.forward"}

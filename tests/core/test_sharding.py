@@ -11,10 +11,10 @@ from lively_nets import lively_net, plain_net
 from rank_runs import STEPS
 
 from flux_ref import config, flow, schedule
-from flux_ref.data import TrainSet
+from flux_ref.dataloader import TrainSet
 from flux_ref.model import parameter_table
 from flux_ref.optim import ShardedAdamW
-from flux_ref.step import NEVER, Health
+from flux_ref.trainer import NEVER, Health
 
 HSDP = pytest.param(4, marks=pytest.mark.slow)  # 2 replicas x 2 shards
 SIZES = (1, 3, HSDP)
@@ -125,11 +125,11 @@ def test_a_warm_up_and_validations_in_between_leave_training_bit_identical(measu
 
 def test_the_average_halves_what_older_weights_count(world):
     """Weights count half after each half-life. Those before the first step count what is left by all steps."""
-    cfg = micro_config(optim__ema=24)
+    cfg = micro_config(optim__ema_half_life=24)
     net = lively_net(cfg, world)
     opt = ShardedAdamW(net, cfg, world)
     opt.lr.fill_(0.1)
-    left = 2 ** (-cfg.train.global_batch / cfg.optim.ema)
+    left = 2 ** (-cfg.train.global_batch / cfg.optim.ema_half_life)
     want = [shard.detach().double() for shard in opt.shards]
     for _ in range(5):
         for parameter in net.parameters():

@@ -10,7 +10,7 @@ from conftest import MICRO
 from run_files import contents
 from shard_damage import opened
 
-from flux_ref import config_file, latents, shards, toy
+from flux_ref import config_file, dataset, flow, toy
 from flux_ref.config import ModelConfig
 from tools.prepare import commands
 
@@ -36,7 +36,7 @@ def test_latents_have_about_zero_mean_and_unit_variance():
     means = [toy.encode(toy.render(drawing, 64, 64)) for drawing in toy.all_drawings()]
     mean = torch.from_numpy(np.stack(means))
     assert mean.shape[1:] == (16, 8, 8)
-    latent = latents.sample(
+    latent = flow.sample(
         mean, torch.full_like(mean, toy.LOGVAR), torch.randn(mean.shape, generator=torch.Generator().manual_seed(0))
     )
     assert abs(latent.mean()) < 0.1
@@ -56,12 +56,12 @@ def test_held_out_has_each_colour_and_shape_once_and_training_has_the_rest():
 
 def test_the_set_has_keys_timesteps_and_captions_and_training_never_shows_what_validation_asks_for(shapes_dir, micro):
     metas = {}
-    for split, count in (("train", micro.data.train_count), ("val", micro.data.val_count)):
+    for split, count in (("train", micro.data.train_samples), ("val", micro.data.val_samples)):
         stored = opened(shapes_dir / split)
         metas[split] = [meta for meta, _ in stored]
         assert [meta.key for meta in metas[split]] == [f"{split}_{i:08d}" for i in range(count)]
     assert {meta.timestep for meta in metas["train"]} == {None}
-    assert [meta.timestep for meta in metas["val"]] == [i % 8 for i in range(micro.data.val_count)]
+    assert [meta.timestep for meta in metas["val"]] == [i % 8 for i in range(micro.data.val_samples)]
     held_out = {drawing.caption for drawing in toy.held_out()}
     assert {meta.caption for meta in metas["val"]} <= held_out
     assert not held_out & {meta.caption for meta in metas["train"]}
@@ -74,13 +74,13 @@ def test_a_set_is_made_once_and_whole_or_not_at_all(micro, tmp_path, monkeypatch
     cfg = config_file.replace(micro, data__train=str(tmp_path / "new" / "set" / "train"), data__val="")
     new = tmp_path / "new"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shards, "to_bf16_bits", interrupt)
+        patch.setattr(dataset, "to_bf16_bits", interrupt)
         toy.ensure(cfg)
     assert not list(tmp_path.glob("new/[!.]*"))
     killed, other = new / ".set.0123abcd.flux_ref_partial", new / ".set.2.0123abcd.flux_ref_partial"
     for folder in (killed, other):  # of a killed job, and of a job that makes set.2 now
         folder.mkdir()
-    write_empty = shards.write_empty
+    write_empty = dataset.write_empty
     beside = threading.Thread(target=toy.ensure, args=(cfg,))
     made = []
 
@@ -90,18 +90,18 @@ def test_a_set_is_made_once_and_whole_or_not_at_all(micro, tmp_path, monkeypatch
         beside.start()
         beside.join(0.5)
         assert beside.is_alive()
-        monkeypatch.setattr(shards, "write_empty", write_empty)
+        monkeypatch.setattr(dataset, "write_empty", write_empty)
         write_empty(*args)
 
-    monkeypatch.setattr(shards, "write_empty", beside_another)
+    monkeypatch.setattr(dataset, "write_empty", beside_another)
     toy.ensure(cfg)
     beside.join()
     assert {path.name for path in new.iterdir()} == {".set.lock", "set", other.name} and len(made) == 1
-    assert len(opened(new / "set" / "train")) == micro.data.train_count
+    assert len(opened(new / "set" / "train")) == micro.data.train_samples
     assert commands.main(["shapes", f"--config={MICRO}", f"--out={tmp_path / 'made'}"]) == 0
     assert contents(tmp_path / "made" / "train") == contents(new / "set" / "train")
     assert commands.main(["shapes", f"--config={MICRO}", f"--out={tmp_path / 'made'}"]) == 2
-    monkeypatch.setattr(shards, "to_bf16_bits", interrupt)
+    monkeypatch.setattr(dataset, "to_bf16_bits", interrupt)
     toy.ensure(cfg)
 
 

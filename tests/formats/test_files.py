@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from flux_ref import checkpoint, files, shards, weights
-from flux_ref.errors import Refusal
+from flux_ref import checkpoint, dataset, files, weights
+from flux_ref.cli import Refusal
 from flux_ref.files import append, lock, matching, records, whole, write_whole
 from flux_ref.pictures import captioned
 from tools.prepare import mlcommons
@@ -67,7 +67,7 @@ def test_what_may_not_be_read_is_never_taken_for_absent(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "listdir", refuse)
     monkeypatch.setattr(os, "scandir", refuse)
-    readers = (checkpoint.list_checkpoints, weights.find, shards.paths_of, mlcommons.arrow_files, captioned.find)
+    readers = (checkpoint.list_checkpoints, weights.find, dataset.paths_of, mlcommons.arrow_files, captioned.find)
     taken = []
     for reader in readers:
         with contextlib.suppress(PermissionError):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from shard_damage import opened, samples, write
 
-from flux_ref.shards import MEMBERS
+from flux_ref.dataset import MEMBERS
 
 energon = pytest.importorskip("megatron.energon")
 

@@ -29,10 +29,10 @@ from shard_damage import (
     position,
 )
 
-from flux_ref import config, config_file, data, shards
+from flux_ref import config, config_file, dataloader, dataset
+from flux_ref.cli import Fault, Refusal
 from flux_ref.config import Config, ModelConfig
-from flux_ref.errors import Fault, Refusal
-from flux_ref.shards import BLOCK, END_BYTES, MEMBERS, NPY_HEADER, RECORD, BadSample, Layout, Meta
+from flux_ref.dataset import BLOCK, END_BYTES, MEMBERS, NPY_HEADER, RECORD, BadSample, Layout, Meta
 
 WIDE = Layout({**LAYOUT.shapes, "t5": (20, 300)})  # a sample is longer than a tar record, as real ones are
 STRIDE = LAYOUT.stride
@@ -65,7 +65,7 @@ def require_as_written(folder: Path, written: list = WRITTEN, layout: Layout = L
 
 
 def test_the_benchmarks_samples_have_the_public_stride_and_webdataset_reads_what_we_write(folder):
-    assert shards.layout(ModelConfig()).stride == 2_169_344
+    assert dataset.layout(ModelConfig()).stride == 2_169_344
     require_as_written(folder)
     paths = sorted(map(str, folder.iterdir()))
     for i, found in enumerate(webdataset.WebDataset(paths, shardshuffle=False)):
@@ -208,24 +208,24 @@ def test_damage_of_a_sample_is_noticed_and_named(folder, shard):
 
 def config_for(cfg: Config, folder: Path) -> Config:
     places = {"data__train": str(folder), "data__val": str(folder), "data__empty": str(config.empty_dir(cfg))}
-    return config_file.replace(cfg, **places, data__train_count=COUNT, data__val_count=COUNT)
+    return config_file.replace(cfg, **places, data__train_samples=COUNT, data__val_samples=COUNT)
 
 
 def test_damage_stops_the_run_with_shard_sample_and_remedy(micro, folder, shard):
-    def used(kind: type[data.SampleSet]) -> None:
+    def used(kind: type[dataloader.SampleSet]) -> None:
         found = kind(config_for(micro, folder), 0, 1, False)
         found.open()
         feed = found.feed(0)
         next(feed)
         next(feed)
 
-    used(data.ValSet)
+    used(dataloader.ValSet)
     for timestep in (8, -1, None, 10**30):
         overwrite_json(shard, json.dumps({"timestep": timestep}))
         with pytest.raises(Fault, match=f"bad val sample: some_00000001 has timestep {timestep}, want 0 to 7; make"):
-            used(data.ValSet)
+            used(dataloader.ValSet)
     overwrite_value(shard, "mean", NAN)
-    for kind, name in ((data.ValSet, "val"), (data.TrainSet, "train")):
+    for kind, name in ((dataloader.ValSet, "val"), (dataloader.TrainSet, "train")):
         where = f"bad {name} sample: {shard}, sample 1: mean holds NaN or infinite values; make the set anew"
         with pytest.raises(Fault, match=where):
             used(kind)
@@ -240,9 +240,9 @@ def test_to_bf16_bits_rounds_as_torch_does_and_from_bf16_bits_inverts_it():
     values = np.concatenate((bits, ties)).view(np.float32)
     values = values[np.isfinite(values)]
     want = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
-    assert np.array_equal(shards.to_bf16_bits(values), want)
+    assert np.array_equal(dataset.to_bf16_bits(values), want)
     exact = torch.from_numpy(want).view(torch.bfloat16).float().numpy()
-    assert np.array_equal(shards.from_bf16_bits(want).view(np.int32), exact.view(np.int32))
+    assert np.array_equal(dataset.from_bf16_bits(want).view(np.int32), exact.view(np.int32))
 
 
 def test_empty_encodings_are_read_in_each_form_and_refused_in_any_other(tmp_path):
@@ -251,23 +251,23 @@ def test_empty_encodings_are_read_in_each_form_and_refused_in_any_other(tmp_path
     empty = tmp_path / "empty_encodings"
     path = empty / "t5_empty.npy"
     encoding = np.arange(9 * 28).reshape(9, 28) % 50
-    stored = [encoding.astype(np.float16), np.asfortranarray(encoding, np.float32), shards.to_bf16_bits(encoding)]
+    stored = [encoding.astype(np.float16), np.asfortranarray(encoding, np.float32), dataset.to_bf16_bits(encoding)]
     for array in (*stored, *(array[None] for array in stored)):
         np.save(path, array)
-        assert np.array_equal(shards.from_bf16_bits(shards.read_empty(empty, LAYOUT)["t5"]), encoding)
+        assert np.array_equal(dataset.from_bf16_bits(dataset.read_empty(empty, LAYOUT)["t5"]), encoding)
     other = [np.zeros(shape, np.float16) for shape in ((28, 9), (2, 9, 28), ())]
     other += [np.zeros((9, 28), dtype) for dtype in (np.float64, ">f4", "<U4")]
     for value in (np.float16("nan"), np.float32("-inf"), np.uint16(NAN)):
         other.append(np.full((9, 28), value))
     for array in other:
         np.save(path, array)
-        message = refusal(shards.read_empty, empty, LAYOUT)
+        message = refusal(dataset.read_empty, empty, LAYOUT)
         assert str(path) in message and ("want uint16, float16 or float32 (9, 28)" in message or "NaN" in message)
     trap = Payload(tmp_path / "sprung")
     np.save(path, np.array([trap] * 3, dtype=object), allow_pickle=True)
     for content in (path.read_bytes(), pickle.dumps(trap), b""):
         path.write_bytes(content)
-        assert f"{path}: " in refusal(shards.read_empty, empty, LAYOUT)
+        assert f"{path}: " in refusal(dataset.read_empty, empty, LAYOUT)
     assert not (tmp_path / "sprung").exists()
     path.unlink()
-    assert "No such file" in refusal(shards.read_empty, empty, LAYOUT)
+    assert "No such file" in refusal(dataset.read_empty, empty, LAYOUT)

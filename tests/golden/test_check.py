@@ -63,7 +63,7 @@ def test_how_a_value_differs_and_what_is_known_there(check):
 
 def test_all_that_differs_is_in_the_table_and_the_first_is_explained(check):
     dump = {name: 1.5 * read(name) for name in ("prediction", "vec", "img_in")}
-    result = check(dump | values("rope", "time_waves", "loss"))
+    result = check(dump | values("rope", "timestep_embedding", "loss"))
     assert (result.code, result.first) == (1, "img_in") and "6 values compared, 3 differ" in result.text
     assert re.findall(r"^  (\w+) +\d+ of \d+ elements", result.text, re.M) == ["img_in", "vec", "prediction"]
     assert result.text.count("worst at") == 1

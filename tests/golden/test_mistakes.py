@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from test_golden import KEPT
 
-from flux_ref import data, evaluate, flow, latents, model, optim, rng, schedule, step
+from flux_ref import dataloader, evaluate, flow, model, optim, rng, schedule, trainer
 from flux_ref.files import write_whole
-from flux_ref.precision import casts, fp8, stages
+from flux_ref.precision import casts, fp8, recipe
 from tools.golden import check, draws, precision, record, training
 from tools.golden.files import FOLDER, MISTAKES
 
@@ -124,8 +124,8 @@ ROWS = (  # the parts of `record` that are computed, the module, its mistakes: c
             ("the shift is missing", "shifted = train.timestep_shift * t", "shifted = t"),
             (
                 "width is taken for the variance; it is the standard deviation of the logit",
-                "train.timestep_width *",
-                "train.timestep_width**0.5 *",
+                "train.logit_std *",
+                "train.logit_std**0.5 *",
             ),
         ),
     ),
@@ -190,7 +190,7 @@ ROWS = (  # the parts of `record` that are computed, the module, its mistakes: c
     ),
     (
         TRAINED,
-        data,
+        dataloader,
         (
             (
                 "draws by position in the epoch; they are by the sample's index in the data set",
@@ -223,7 +223,7 @@ ROWS = (  # the parts of `record` that are computed, the module, its mistakes: c
     ),
     (
         TRAINED,
-        latents,
+        flow,
         (
             (
                 "latent scale before shift: first subtract the shift, then scale",
@@ -421,7 +421,7 @@ ROWS = (  # the parts of `record` that are computed, the module, its mistakes: c
     ),
     (
         ON_RANKS,
-        data,
+        dataloader,
         (
             (
                 "rank r takes every R-th row; it takes a run of neighbours",
@@ -432,7 +432,7 @@ ROWS = (  # the parts of `record` that are computed, the module, its mistakes: c
     ),
     (
         ON_RANKS,
-        step,
+        trainer,
         (
             ("a sum over micro-batches; it is the mean", ".sum() / rows", ".mean()"),
             ("gradients are summed over ranks in bf16; they are fp32", "    grad_norm = opt.step()", REDUCED),
@@ -441,7 +441,7 @@ ROWS = (  # the parts of `record` that are computed, the module, its mistakes: c
     ),
     (
         VALIDATED,
-        data,
+        dataloader,
         (
             (
                 "validation t = (timestep + 0.5) / 8; it is timestep / 8",
@@ -542,7 +542,7 @@ ROWS = (  # the parts of `record` that are computed, the module, its mistakes: c
     ),
     (
         IN_BF16,
-        step,
+        trainer,
         (
             (
                 "gradients of micro-batches are added, averaged or reduced in bf16; that is fp32",
@@ -603,7 +603,7 @@ ROWS = (  # the parts of `record` that are computed, the module, its mistakes: c
     ),
     (
         IN_FP8,
-        stages,
+        recipe,
         (
             ("the scale is that of the last step alone; it is of the history's largest", ".amax(1)", "[:, 0]"),
             ("a magnitude of 0 or infinity joins the history", "torch.where(usable, rolled, self.history)", "rolled"),

@@ -10,13 +10,12 @@ from graph_ranks import everything
 
 from flux_ref import checkpoint, sharding
 from flux_ref.checkpoint import Saver, load
+from flux_ref.cli import Refusal
 from flux_ref.config import Config
-from flux_ref.data import Batch, allocate, synthetic
-from flux_ref.errors import Refusal
+from flux_ref.dataloader import Batch, allocate, synthetic
 from flux_ref.precision import fp8
 from flux_ref.ranks import World
-from flux_ref.step import Health, train_step
-from flux_ref.step_runner import State
+from flux_ref.trainer import Health, TrainState, train_step
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +41,7 @@ def batch_of(cfg: Config, world: World) -> Batch:
 
 def losses_of(cfg: Config, world: World, waits: str = "default") -> list[float]:
     """Five training losses. waits: what becomes of a step that waits for the device, but for the first step."""
-    state = State(sharding.build(cfg, world, seed=3), cfg, world)
+    state = TrainState(sharding.build(cfg, world, seed=3), cfg, world)
     batch = batch_of(cfg, world)
     health = Health(world.device)
     state.opt.lr.fill_(1e-2)
@@ -63,7 +62,7 @@ def test_losses_equal_the_cpus(on_both):
 @pytest.mark.parametrize("micro_batch", [0, 3])
 def test_training_step_never_waits_for_the_device(micro_batch, world):
     """No .item(), no implicit sync."""
-    cfg = micro_config(parallel__dtype="bf16", train__micro_batch=micro_batch)
+    cfg = micro_config(compute__dtype="bf16", train__micro_batch=micro_batch)
     losses = losses_of(cfg, world, "error")
     assert losses[-1] < losses[0]
 
@@ -103,17 +102,17 @@ def test_compiled_fp8_linears_equal_eager_ones_on_a_device(device, arch):
 
 def test_a_saved_state_goes_on_bit_for_bit(world, deterministic, tmp_path):
     """The save overlaps with the steps that come after it, which must not show in it."""
-    cfg = micro_config(run__dir=str(tmp_path), parallel__dtype="bf16")
+    cfg = micro_config(run__dir=str(tmp_path), compute__dtype="bf16")
     batch = batch_of(cfg, world)
 
-    def train(state: State, steps: int) -> dict[str, torch.Tensor]:
+    def train(state: TrainState, steps: int) -> dict[str, torch.Tensor]:
         state.opt.lr.fill_(1e-2)
         for _ in range(steps):
             train_step(state.net, state.opt, batch, Health(world.device), cfg)
             state.advance(cfg.train.global_batch)
         return everything(state)
 
-    first, second = (State(sharding.build(cfg, world, seed), cfg, world) for seed in (3, 4))
+    first, second = (TrainState(sharding.build(cfg, world, seed), cfg, world) for seed in (3, 4))
     train(first, 2)
     saver = Saver(cfg, world, first, {"train_samples": 0, "val_samples": 0}, print)
     saver.save(first)

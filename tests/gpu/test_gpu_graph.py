@@ -9,21 +9,21 @@ from conftest import micro_config, micro_run, script
 from graph_ranks import STEPS, history, require_same_history
 
 from flux_ref import config_file, graphs, ranks, sharding
-from flux_ref.errors import Fault
-from flux_ref.graphs import CapturedRunner
-from flux_ref.step_runner import State
+from flux_ref.cli import Fault
+from flux_ref.graphs import CapturedTrainer
+from flux_ref.trainer import TrainState
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
-ON = {"graph__enabled": "on", "parallel__dtype": "bf16"}
-COMPILED = {"parallel__region_blocks": 2, "parallel__compile": True}
+ON = {"compute__cuda_graphs": "on", "compute__dtype": "bf16"}
+COMPILED = {"parallel__region_blocks": 2, "compute__compile": True}
 EXIT_S = 20.0  # a process group that waits for a graph never ends
 CAPTURED_TRAIN = "tests/helpers/captured_train.py"
 
 
-def make(world: ranks.World, **values: object) -> CapturedRunner:
+def make(world: ranks.World, **values: object) -> CapturedTrainer:
     """The steps of a fresh net after a warm-up."""
     cfg = micro_config(**ON, **values)
-    steps = CapturedRunner(State(sharding.build(cfg, world, seed=3), cfg, world), cfg, world)
+    steps = CapturedTrainer(TrainState(sharding.build(cfg, world, seed=3), cfg, world), cfg, world)
     steps.warm_up()
     return steps
 
@@ -31,7 +31,7 @@ def make(world: ranks.World, **values: object) -> CapturedRunner:
 def both(world: ranks.World, data, **values: object) -> tuple[dict, dict]:
     """The history by graphs, and the eager one."""
     cfg = micro_config(data, **(ON | values))
-    return history(cfg, world), history(config_file.replace(cfg, graph__enabled="off"), world)
+    return history(cfg, world), history(config_file.replace(cfg, compute__cuda_graphs="off"), world)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_replays_are_bit_identical_to_eager_steps_and_evaluations(shapes_dir, wo
 @pytest.mark.parametrize("values", [{}, COMPILED | {"parallel__kept_regions": -1}], ids=["plain", "kept, compiled"])
 def test_pictures_between_replays_change_nothing(shapes_dir, world, values):
     """They are those of eager steps."""
-    drawing = {"sample__count": 4, "sample__steps": 3, "sample__every_samples": 1}
+    drawing = {"pictures__count": 4, "pictures__steps": 3, "pictures__every_samples": 1}
     found, want = both(world, shapes_dir, **values, **drawing)
     require_same_history(found, want)
     assert len(set(found["pictures"])) == 4 * 4
@@ -131,7 +131,7 @@ def test_replays_are_bit_identical_to_eager_steps_on_several_devices(shapes_dir,
 
 
 def test_a_run_ends_soon_after_its_last_line_and_after_an_error_amid_training(train_py, shapes_dir, tmp_path):
-    argv = micro_run(shapes_dir, tmp_path / "run", "--graph.enabled=on")
+    argv = micro_run(shapes_dir, tmp_path / "run", "--compute.cuda_graphs=on")
     process = script(CAPTURED_TRAIN, *argv, ranks=0, timeout=120, BREAKS_AT="3")
     left = time.time()
     assert process.returncode == 3 and "an error amid training" in process.stderr
@@ -147,5 +147,5 @@ def test_the_capture_of_a_step_that_waits_for_the_device_is_a_fault_and_the_devi
     """The last test of this file: after a failed capture torch 2.11 returns no memory to the device."""
     steps = make(world)
     with pytest.raises(Fault, match=r"a step cannot be captured: .*; set graph\.enabled=off"):
-        steps._captured(lambda: (steps.train(), float(steps.loss)))
+        steps._captured(lambda: (steps.train(), float(steps.health.loss)))
     assert float(torch.ones(4, device=world.device).sum()) == 4 and not steps.graphs

@@ -11,13 +11,13 @@ import stand_in
 import torch
 
 import train
-from flux_ref import errors
-from flux_ref.graphs import CapturedRunner
+from flux_ref import cli
+from flux_ref.graphs import CapturedTrainer
 
-run_step = CapturedRunner.train
+run_step = CapturedTrainer.train
 
 
-def breaking(steps: CapturedRunner):
+def breaking(steps: CapturedTrainer):
     """The training step, until it breaks."""
     if steps.state.step == int(os.environ["BREAKS_AT"]):
         print(f"broken at {time.time()}", flush=True)
@@ -29,9 +29,9 @@ def main(*argv: str) -> int:
     if not torch.accelerator.is_available():
         stand_in.install()
     if "BREAKS_AT" in os.environ:
-        CapturedRunner.train = breaking
-    return errors.run("train.py", train.main, list(argv))
+        CapturedTrainer.train = breaking
+    return cli.run("train.py", train.main, list(argv))
 
 
 if __name__ == "__main__":
-    errors.leave(main(*sys.argv[1:]))
+    cli.leave(main(*sys.argv[1:]))

@@ -15,19 +15,19 @@ from lively_nets import lively, of_all
 from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
 
-from flux_ref import checkpoint, config_file, ranks, sharding, tensors
+from flux_ref import checkpoint, config_file, ranks, safetensors_io, sharding
 from flux_ref.checkpoint import Saver, rows_of
+from flux_ref.cli import Fault
 from flux_ref.config import Config
-from flux_ref.errors import Fault
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
-from flux_ref.step_runner import State
+from flux_ref.trainer import TrainState
 
 FACTS = {"train_samples": 50, "val_samples": 45}
 STEP, SAMPLES = 7, 84  # of the state that is written
 BREAKS = {  # what fails, and on which rank; -1: the last
     "the folder": (checkpoint, "require_space", 0),
-    "writing": (tensors, "write", -1),
+    "writing": (safetensors_io, "write", -1),
     "the manifest": (checkpoint, "write_manifest", 0),
 }
 FILE_BYTES = 2**15  # of the written state, which is small
@@ -36,7 +36,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 def narrow_config(run: Path, **values: object) -> Config:
     """Of a model so narrow that some ranks of three hold no rows of some tensors, with an average of the weights."""
-    return micro_config(**rank_runs.NARROW, run__dir=str(run), optim__ema=600, **values)
+    return micro_config(**rank_runs.NARROW, run__dir=str(run), optim__ema_half_life=600, **values)
 
 
 def written_tensors(cfg: Config) -> dict[str, Tensor]:
@@ -49,12 +49,12 @@ def written_tensors(cfg: Config) -> dict[str, Tensor]:
     return found
 
 
-def other_state(cfg: Config, world: World) -> State:
+def other_state(cfg: Config, world: World) -> TrainState:
     """A state that holds other values."""
-    return State(sharding.build(cfg, world, seed=1), cfg, world)
+    return TrainState(sharding.build(cfg, world, seed=1), cfg, world)
 
 
-def lively_state(cfg: Config, world: World) -> State:
+def lively_state(cfg: Config, world: World) -> TrainState:
     """The state that is written."""
     state = other_state(cfg, world)
     values = written_tensors(cfg)
@@ -65,13 +65,13 @@ def lively_state(cfg: Config, world: World) -> State:
     return state
 
 
-def contents(state: State) -> dict[str, Tensor]:
+def contents(state: TrainState) -> dict[str, Tensor]:
     """A copy of the rows of every rank."""
     rows = {key: rows.local.clone() for key, rows in rows_of(state).items()}
     return {f"{key} of rank {rank}": part for rank, parts in enumerate(of_all(rows)) for key, part in parts.items()}
 
 
-def take_step(state: State, scale: float) -> None:
+def take_step(state: TrainState, scale: float) -> None:
     """One step of AdamW on made-up gradients."""
     for name, p in sharding.named_parameters(state.net).items():
         gradient = lively(f"gradient {name}", tuple(p.shape)) * scale
@@ -81,7 +81,7 @@ def take_step(state: State, scale: float) -> None:
     state.advance(12)
 
 
-def after_steps(state: State) -> dict[str, Tensor]:
+def after_steps(state: TrainState) -> dict[str, Tensor]:
     """The state after two more steps, the first clipped."""
     for scale in (1.0, 1e-4):
         take_step(state, scale)

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch._dynamo  # noqa: F401  every rank would import it later
 
-from flux_ref import errors
+from flux_ref import cli
 
 
 def run_rank(rank: int, size: int, port: int, main: Callable[..., int], argv: list[str]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    errors.leave(main(*argv))
+    cli.leave(main(*argv))
 
 
 def run(size: int, main: Callable[..., int], argv: list[str]) -> int:

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from flux_ref import config_file, errors, ranks, step
-from flux_ref.step import Health
+from flux_ref import cli, config_file, ranks, trainer
+from flux_ref.trainer import Health
 from tools.golden import training
 from tools.golden.files import CONFIG, DATA, Golden
 from tools.golden.forward import Replay
@@ -21,7 +21,7 @@ def main(golden: str, out: str) -> int:
     world = ranks.start(cfg.parallel)
     state = Replay(cfg, world, Golden(folder).given()).start()
     own, batch = next(training.batches(cfg, world.rank, training.RANKS, training.RANKS_STEP))
-    loss, norm = step.train_step(state.net, state.opt, batch, Health(world.device), cfg)
+    loss, norm = trainer.train_step(state.net, state.opt, batch, Health(world.device), cfg)
     rows = ranks.gather_objects({name: value.tolist() for name, value in own.items()} | {"loss": loss.item()})
     if world.rank == 0:
         values = {f"ranks.{name}": np.array([row[name] for row in rows]) for name in rows[0]}
@@ -33,4 +33,4 @@ def main(golden: str, out: str) -> int:
 
 
 if __name__ == "__main__":  # under torchrun, on devices
-    errors.leave(main(*sys.argv[1:]))
+    cli.leave(main(*sys.argv[1:]))

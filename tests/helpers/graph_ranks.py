@@ -15,17 +15,17 @@ import torch
 from conftest import MICRO, data_overrides, open_sets, require_identical
 from torch import Tensor
 
-from flux_ref import config_file, errors, graphs, ranks, sharding
+from flux_ref import cli, config_file, graphs, ranks, sharding
 from flux_ref.config import Config
 from flux_ref.evaluate import validation_loss
 from flux_ref.pictures.artist import Artist
 from flux_ref.ranks import World
-from flux_ref.step_runner import State
+from flux_ref.trainer import TrainState
 
 STEPS, EVALUATE_EVERY = 12, 3
 
 
-def everything(state: State) -> dict[str, Tensor]:
+def everything(state: TrainState) -> dict[str, Tensor]:
     """A copy of this rank's weights, moments and step counts."""
     opt, kept = state.opt, {}
     for name, shard in zip(opt.names, opt.shards):
@@ -37,30 +37,30 @@ def everything(state: State) -> dict[str, Tensor]:
 def history(cfg: Config, world: World) -> dict:
     """STEPS steps from fresh weights with evaluations in between; one more evaluation after the graphs are gone.
 
-    With sample.every_samples pictures are drawn after each evaluation.
+    With pictures.every_samples pictures are drawn after each evaluation.
 
     Nothing is read from the device before the end, so that the host runs ahead as far as it can.
     """
     train_set, val_set = open_sets(cfg, world)
-    state = State(sharding.build(cfg, world, seed=3), cfg, world)
-    steps = graphs.runner(state, cfg, world)
+    state = TrainState(sharding.build(cfg, world, seed=3), cfg, world)
+    steps = graphs.make_trainer(state, cfg, world)
     steps.warm_up()
     artist = Artist(cfg, world, Path())
     texts = [torch.zeros(train_set.shards.layout.shapes[name]) for name in ("t5", "clip")]
-    artist.captions = [""] * cfg.sample.count
-    artist.encoded = [texts] * cfg.sample.count
+    artist.captions = [""] * cfg.pictures.count
+    artist.encoded = [texts] * cfg.pictures.count
     artist.empty = texts
     steps.capture()
     steps.health.restart(0)
     results, validations, pictures = [], [], []
     with contextlib.closing(train_set.feed(0)) as feed:
         for _ in range(STEPS):
-            steps.train_on(feed)
-            results.append(torch.stack((steps.loss, steps.grad_norm)))
+            steps.step(feed)
+            results.append(torch.stack((steps.health.loss, steps.health.grad_norm)))
             if state.step % EVALUATE_EVERY:
                 continue
             validations.append(validation_loss(steps, val_set, state.samples).val_loss_per_timestep)
-            if cfg.sample.every_samples:
+            if cfg.pictures.every_samples:
                 pictures += artist.paint(state.net, lambda place: None)
     steps.close()
     return {
@@ -69,7 +69,7 @@ def history(cfg: Config, world: World) -> dict:
         "afterwards": validation_loss(steps, val_set, state.samples).val_loss_per_timestep,
         "flags": [float(steps.health.step), *steps.health.first_bad.tolist()],
         "state": everything(state),
-        "captured": isinstance(steps, graphs.CapturedRunner),
+        "captured": isinstance(steps, graphs.CapturedTrainer),
         "pictures": [latent.cpu().numpy().tobytes() for latent in pictures],
     }
 
@@ -83,7 +83,9 @@ def require_same_history(found: dict, want: dict) -> None:
 
 
 def main(data: str, out: str, *overrides: str) -> int:
-    cfg = config_file.load(MICRO, [*data_overrides(Path(data)), *overrides, "--eval.batch=24", "--optim.ema=60"])
+    cfg = config_file.load(
+        MICRO, [*data_overrides(Path(data)), *overrides, "--eval.batch=24", "--optim.ema_half_life=60"]
+    )
     world = ranks.start(cfg.parallel)
     cfg = config_file.replace(cfg, train__micro_batch=cfg.train.global_batch // world.size // 2 or 1)
     if world.device.type == "cpu":
@@ -92,11 +94,11 @@ def main(data: str, out: str, *overrides: str) -> int:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
     modes = {"eager": "off", "captured": "on"}
-    found = {name: history(config_file.replace(cfg, graph__enabled=mode), world) for name, mode in modes.items()}
+    found = {name: history(config_file.replace(cfg, compute__cuda_graphs=mode), world) for name, mode in modes.items()}
     torch.save(found, Path(out) / f"rank_{world.rank}.pt")
     ranks.stop()
     return 0
 
 
 if __name__ == "__main__":
-    errors.leave(main(*sys.argv[1:]))
+    cli.leave(main(*sys.argv[1:]))

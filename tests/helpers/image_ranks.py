@@ -4,7 +4,7 @@ import sys
 
 from small_encoders import CHANNELS
 
-from flux_ref.errors import leave
+from flux_ref.cli import leave
 from flux_ref.pictures import encoders
 from tools.prepare import commands, images
 

@@ -23,8 +23,8 @@ import torch
 from conftest import PYTHONPATH, ROOT, micro_run
 from run_files import lines
 
-from flux_ref import errors
-from flux_ref.step_runner import StepRunner
+from flux_ref import cli
+from flux_ref.trainer import Trainer
 
 sys.path.insert(0, str(ROOT))
 import train
@@ -33,7 +33,7 @@ TOKEN = "FLUX_REF_TEST_JOB"
 POLL_S = 0.005
 LONG = (  # 24 steps, evaluations after 8, 16 and 24, a checkpoint after every sixth
     *("--train.max_samples=288", "--eval.every_samples=96", "--checkpoint.every_samples=72"),
-    *("--train.log_every_samples=12", "--run.hang_s=20"),
+    *("--train.log_every_samples=12", "--run.watchdog_s=20"),
 )
 
 
@@ -152,28 +152,28 @@ def install(folder: Path, plan: str, replace: Callable[[object, str, object], ob
     """
     place, at, name = (plan or "never 0 SIGTERM").split()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    plain_step, plain_loss = StepRunner.step, train.validation_loss
+    plain_step, plain_loss = Trainer.step, train.validation_loss
 
     def strike(here: str, number: int) -> None:
         if (here, number, rank) == (place, int(at), size - 1):
             os.kill(os.getppid() if name == "SIGINT" and size > 1 else os.getpid(), signal.Signals[name])
 
-    def step(steps: StepRunner) -> tuple:
+    def step(steps: Trainer, feed: object) -> None:
         number = steps.state.step
         strike("step", number)
         if place == "step" and number >= int(at):
             time.sleep(0.02)  # the other ranks hear of it; the run is short
+        plain_step(steps, feed)
         batch = [tensor.reshape(len(tensor), -1).view(torch.uint8).numpy() for tensor in steps.train_batch.values()]
         rows = [zlib.crc32(b"".join(part.tobytes() for part in row)) for row in zip(*batch)]
         with (folder / f"rank_{rank}.jsonl").open("a") as file:
             file.write(json.dumps({"step": number, "rows": rows}) + "\n")
-        return plain_step(steps)
 
-    def loss(steps: StepRunner, val: object, samples: int, *args: object) -> object:
+    def loss(steps: Trainer, val: object, samples: int, *args: object) -> object:
         strike("evaluation", samples)
         return plain_loss(steps, val, samples, *args)
 
-    replace(StepRunner, "step", step)
+    replace(Trainer, "step", step)
     replace(train, "validation_loss", loss)
 
 
@@ -189,8 +189,8 @@ def trained_on(folder: Path) -> list[tuple[int, list[int]]]:
 
 def main(folder: str, *argv: str) -> int:
     install(Path(folder), os.environ.get("SIGNAL", ""))
-    return errors.run("train.py", train.main, list(argv))
+    return cli.run("train.py", train.main, list(argv))
 
 
 if __name__ == "__main__":
-    errors.leave(main(*sys.argv[1:]))
+    cli.leave(main(*sys.argv[1:]))

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flux_ref import sharding
-from flux_ref.arithmetic import Arithmetic
 from flux_ref.config import Config
 from flux_ref.model import Flux
+from flux_ref.precision.recipe import PrecisionRecipe
 from flux_ref.ranks import World
 
 
@@ -26,9 +26,9 @@ def plain_net(cfg: Config) -> Flux:
     return net
 
 
-def lively_net(cfg: Config, world: World, arithmetic: Arithmetic | None = None) -> Flux:
+def lively_net(cfg: Config, world: World, recipe: PrecisionRecipe | None = None) -> Flux:
     """A sharded net with lively weights."""
-    net = sharding.build(cfg, world, None, arithmetic)
+    net = sharding.build(cfg, world, None, recipe)
     with torch.no_grad():
         for name, parameter in sharding.named_parameters(net).items():
             start, local = sharding.local_rows(parameter)

@@ -7,7 +7,7 @@ from pathlib import Path
 from conftest import called, micro_run
 from run_files import left_in, require_equal_runs, saved_steps
 
-from flux_ref import config_file, files, folder, ranks
+from flux_ref import config_file, files, ranks, run_folder
 
 COUNTS = {"train_samples": 50, "val_samples": 45}
 
@@ -18,7 +18,7 @@ def full(place: Path, data: Path, calm: Path) -> None:
     for size in range(300, 2700, 240):
         mount(place, f"{size}k")
         argv = micro_run(
-            data, place / "run", "--checkpoint.keep=1", "--checkpoint.every_samples=12", "--sample.count=2"
+            data, place / "run", "--checkpoint.keep=1", "--checkpoint.every_samples=12", "--pictures.count=2"
         )
         code = called("train.py", *argv)
         stopped.add(code)
@@ -38,13 +38,13 @@ def main(place: str, data: str, calm: str) -> None:
     with ExitStack() as stack:
         cfg = config_file.load("tests/micro.toml", [f"--run.dir={first}"])
         world = ranks.start(cfg.parallel)
-        stack.enter_context(folder.held(cfg, world, COUNTS))
+        stack.enter_context(run_folder.held(cfg, world, COUNTS))
         ranks.stop()
         assert called("train.py", *micro_run(Path(data), second)) == 2, "in use by another job"
 
     assert called("train.py", *micro_run(Path(data), second)) == 0
     for number in (1, 2):
-        assert called("train.py", *micro_run(Path(data), second), "--run.overwrite=true") == 0
+        assert called("train.py", *micro_run(Path(data), second), "--run.start_fresh=true") == 0
         assert saved_steps(second / f"older.{number}") == saved_steps(second) == [3, 5]
     for path in second.glob("checkpoints/*"):  # killed before its first checkpoint
         files.remove(path)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flux_ref import weights
 from flux_ref.config import ModelConfig
-from flux_ref.latents import image_positions
+from flux_ref.flow import image_positions
 from flux_ref.model import Flux
 from tools.export import diffusers_config
 
@@ -19,7 +19,7 @@ def to_diffusers(tensors: dict[str, Tensor], model: ModelConfig) -> dict[str, Te
     """Weights or gradients under diffusers' names; that both nets compute the same proves the map."""
     return {
         name: torch.cat([tensors[part.name][part.first :][: part.rows] for part in parts])
-        for name, parts in weights.bfl_parts(model).items()
+        for name, parts in weights.parts_to_diffusers(model).items()
     }
 
 

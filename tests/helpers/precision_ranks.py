@@ -12,16 +12,14 @@ from lively_nets import lively_net, of_all, whole
 from torch import Tensor
 
 from flux_ref import config_file, ranks, schedule
-from flux_ref.arithmetic import arithmetic_of
 from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
-from flux_ref.data import synthetic
+from flux_ref.dataloader import synthetic
 from flux_ref.precision import blocks
-from flux_ref.precision.stages import Precision
+from flux_ref.precision.recipe import LowPrecisionRecipe, recipe_of
 from flux_ref.ranks import World
 from flux_ref.sharding import reshard
-from flux_ref.step import Health, train_step, validation_step
-from flux_ref.step_runner import State
+from flux_ref.trainer import Health, TrainState, train_step, validation_step
 
 STEPS, ROWS = 4, 12  # samples per step over all ranks
 FACTS = {"run": "a run", "train_samples": 50, "val_samples": 45}
@@ -29,7 +27,7 @@ SIZES = {"model__hidden": 48, "model__rope_axes": (8, 4, 4), "model__text_tokens
 
 # Of a run by train.py in such sizes: 3 steps, whose pictures are drawn from weights that stay gathered.
 FP8_RUN = [
-    *("--parallel.dtype=bf16", "--model.hidden=48", "--model.rope_axes=[8, 4, 4]", "--eval.batch=16"),
+    *("--compute.dtype=bf16", "--model.hidden=48", "--model.rope_axes=[8, 4, 4]", "--eval.batch=16"),
     *("--train.global_batch=32", "--train.max_samples=96", "--parallel.kept_regions=-1"),
     "--precision.dynamic_steps=1",
 ]
@@ -41,17 +39,19 @@ def fp8_config(**values: object) -> Config:
         "precision__preset": "fp8_delayed",
         "precision__dynamic_steps": 0,
         "precision__history": 3,
-        "parallel__dtype": "bf16",
+        "compute__dtype": "bf16",
     }
     return micro_config(**(SIZES | fp8 | {"train__global_batch": ROWS} | values))
 
 
-def lively_state(cfg: Config, world: World) -> State:
-    arithmetic = arithmetic_of(cfg)
-    return State(lively_net(cfg, world, arithmetic), cfg, world)
+def lively_state(cfg: Config, world: World) -> TrainState:
+    recipe = recipe_of(cfg)
+    return TrainState(lively_net(cfg, world, recipe), cfg, world)
 
 
-def steps(state: State, cfg: Config, world: World, count: int = STEPS, norms: list[float] | None = None) -> list[float]:
+def steps(
+    state: TrainState, cfg: Config, world: World, count: int = STEPS, norms: list[float] | None = None
+) -> list[float]:
     """Training steps on this rank's part of one synthetic batch: the losses over all ranks. norms: filled."""
     rows = ROWS // world.size
     part = slice(world.rank * rows, (world.rank + 1) * rows)
@@ -59,7 +59,7 @@ def steps(state: State, cfg: Config, world: World, count: int = STEPS, norms: li
     losses, health = [], Health(world.device)
     state.opt.lr.fill_(2e-3)
     for _ in range(count):
-        state.arithmetic.begin(state.step)
+        state.recipe.begin(state.step)
         loss, norm = train_step(state.net, state.opt, batch, health, cfg)
         if norms is not None:
             norms.append(float(norm))
@@ -68,7 +68,7 @@ def steps(state: State, cfg: Config, world: World, count: int = STEPS, norms: li
     return losses
 
 
-def validated(state: State, cfg: Config) -> Tensor:
+def validated(state: TrainState, cfg: Config) -> Tensor:
     """The sums of a validation step on two samples."""
     sums = torch.zeros(2, schedule.TIMESTEPS, dtype=torch.float64)
     validation_step(state.net, synthetic(cfg.model, 2), sums, cfg)
@@ -82,7 +82,7 @@ GATHERS = {  # ways to gather the same weights, by the number of ranks
         "kept, accumulated": {"parallel__kept_regions": -1, "train__micro_batch": 1},
         "dynamic, recomputed, regions of 2": {
             "precision__preset": "fp8",
-            "parallel__recompute": "block",
+            "compute__activation_checkpointing": "block",
             "parallel__region_blocks": 2,
         },
     },
@@ -97,7 +97,7 @@ def gathered(cfg: Config, world: World) -> tuple[dict[str, Tensor], int]:
     with mock.patch.object(dist, GATHER, lambda out, *a, **k: (sent.append(out.nbytes), plain(out, *a, **k))[1]):
         state = lively_state(cfg, world)
         losses = steps(state, cfg, world)
-        figures = {"sums": validated(state, cfg), "losses": torch.tensor(losses), "history": state.arithmetic.history}
+        figures = {"sums": validated(state, cfg), "losses": torch.tensor(losses), "history": state.recipe.history}
     reshard(state.net)
     return figures | whole(state.net), sum(sent)
 
@@ -112,7 +112,7 @@ def gathers(cfg: Config, world: World) -> dict[str, tuple[list[bool], tuple[int,
     return found
 
 
-def one_nan(precision: Precision, world: World) -> list[bool]:
+def one_nan(precision: LowPrecisionRecipe, world: World) -> list[bool]:
     """On every rank: whether a NaN of one tensor on the last rank stops the history of this tensor alone."""
     for number, amax in enumerate(precision.amaxes):
         amax.fill_(math.nan if number == 3 and world.rank == world.size - 1 else 7.0 + world.rank)
@@ -143,7 +143,7 @@ def rounding(world: World, micro: int) -> list[tuple[int, ...]]:
     return sorted(set().union(*of_all(drawn)))
 
 
-def saved_now(state: State, cfg: Config, world: World) -> None:
+def saved_now(state: TrainState, cfg: Config, world: World) -> None:
     """Save a checkpoint and wait for it."""
     Path(cfg.run.dir).mkdir(exist_ok=True)
     saver = Saver(cfg, world, state, FACTS, lambda line: None)
@@ -155,7 +155,7 @@ def measure(world: World, folder: Path) -> dict:
     """FP8 on several ranks. folder: receives a run with one checkpoint."""
     cfg = fp8_config(run__dir=str(folder))
     state = lively_state(cfg, world)
-    precision = state.arithmetic
+    precision = state.recipe
     losses = steps(state, cfg, world, count=1)
     first = precision.history.clone()
     losses += steps(state, cfg, world, count=STEPS - 1)

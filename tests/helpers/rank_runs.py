@@ -18,24 +18,23 @@ from lively_nets import lively_net, of_all, whole
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flux_ref import checkpoint, config_file, errors, ranks, schedule, sharding, weights
-from flux_ref.benchmark.mllog import BenchmarkLog
+from flux_ref import checkpoint, cli, config_file, ranks, schedule, sharding, weights
+from flux_ref.cli import Fault, Refusal
 from flux_ref.config import Config
-from flux_ref.data import allocate, copy_next
-from flux_ref.errors import Fault, Refusal
+from flux_ref.dataloader import allocate, copy_next
 from flux_ref.evaluate import validation_loss
+from flux_ref.mlperf_log import BenchmarkLog
 from flux_ref.model import Flux
 from flux_ref.ranks import World
 from flux_ref.report import Reporter
-from flux_ref.step import Health, train_step
-from flux_ref.step_runner import State, StepRunner, Validator
+from flux_ref.trainer import Health, Trainer, TrainState, Validator, train_step
 
 SIZES = (1, 3, 4)  # numbers of ranks
 STEPS = 4
 CLIP = 1.2  # the norms of these steps lie on both sides of it
 BASE = {"optim__clip_norm": CLIP, "train__caption_drop": 0.5}
 NARROW = {"model__hidden": 12, "model__rope_axes": (0, 2, 2)}  # heads of 4 features: 3 ranks hold 2, 2 and 0
-BF16 = {"parallel__dtype": "bf16"}
+BF16 = {"compute__dtype": "bf16"}
 SPLITS = {  # ways to run the same steps
     "base": {},
     "accumulated": {"train__micro_batch": 1},
@@ -102,10 +101,10 @@ class Gathers(TorchDispatchMode):
 def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
     """A few steps from lively weights. disturbed: after a warm-up, and with validations in between."""
     net = lively_net(cfg, world)
-    state = State(net, cfg, world)
+    state = TrainState(net, cfg, world)
     train_set, val_set = open_sets(cfg, world)
     batch = allocate(cfg.model, cfg.train.global_batch // world.size)
-    steps = StepRunner(state, cfg, world)
+    steps = Trainer(state, cfg, world)
     if disturbed:
         steps.warm_up()
     feed, health = train_set.feed(0), Health(world.device)
@@ -159,9 +158,9 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     folder.mkdir(exist_ok=True)
     reporter = Reporter(config_file.replace(cfg, run__dir=str(folder)), world, BenchmarkLog().text)
     reporter.begin(0)
-    state = State(lively_net(cfg, world), cfg, world)
+    state = TrainState(lively_net(cfg, world), cfg, world)
     train_set, _ = open_sets(cfg, world)
-    steps = StepRunner(state, cfg, world)
+    steps = Trainer(state, cfg, world)
     feed = train_set.feed(0)
     for step in range(STEPS):
         copy_next(feed, steps.train_batch)
@@ -179,7 +178,7 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
 
 
 def loading_nan(cfg: Config, world: World, folder: Path) -> list[str]:
-    """What `load_everywhere` raises on every rank when a NaN is in the rows of the last rank alone."""
+    """What `load_pretrained` raises on every rank when a NaN is in the rows of the last rank alone."""
     net, path = lively_net(cfg, world), folder / "nan.safetensors"
     tensors = whole(net)
     tensors["img_in.weight"][-1, 0] = math.nan
@@ -187,7 +186,7 @@ def loading_nan(cfg: Config, world: World, folder: Path) -> list[str]:
         save_file(tensors, path)
     dist.barrier()
     try:
-        weights.load_everywhere(net, path, cfg.model)
+        weights.load_pretrained(net, path, cfg.model)
     except Refusal as error:
         return of_all(str(error))
     return of_all("")
@@ -223,4 +222,4 @@ def main(data: str, out: str) -> int:
 
 
 if __name__ == "__main__":
-    errors.leave(main(*sys.argv[1:]))
+    cli.leave(main(*sys.argv[1:]))

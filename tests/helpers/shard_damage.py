@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 from conftest import MICRO
 
-from flux_ref import config_file, shards
-from flux_ref.shards import BLOCK, MEMBERS, NPY_HEADER, Arrays, Layout, Meta, ShardSet
+from flux_ref import config_file, dataset
+from flux_ref.dataset import BLOCK, MEMBERS, NPY_HEADER, Arrays, Layout, Meta, ShardSet
 
-LAYOUT = shards.layout(config_file.load(MICRO).model)
+LAYOUT = dataset.layout(config_file.load(MICRO).model)
 NAN = 0x7FC0  # as bf16 bits
 
 
@@ -21,14 +21,14 @@ def samples(
     rng = np.random.default_rng(seed)
     found = []
     for i in range(count):
-        bits = {name: shards.to_bf16_bits(rng.standard_normal(shape)) for name, shape in layout.shapes.items()}
-        found.append((Meta(shards.key_of(prefix, i), i % 8 if timesteps else None, f"words {i}"), bits))
+        bits = {name: dataset.to_bf16_bits(rng.standard_normal(shape)) for name, shape in layout.shapes.items()}
+        found.append((Meta(dataset.key_of(prefix, i), i % 8 if timesteps else None, f"words {i}"), bits))
     return found
 
 
 def write(folder: Path, written: list[tuple[Meta, Arrays]], per_shard: int = 3) -> None:
     for number, first in enumerate(range(0, len(written), per_shard)):
-        shards.write(shards.shard_path(folder, number), written[first : first + per_shard])
+        dataset.write(dataset.shard_path(folder, number), written[first : first + per_shard])
 
 
 def write_set(root: Path, train: int, val: int) -> None:
@@ -36,7 +36,7 @@ def write_set(root: Path, train: int, val: int) -> None:
     write(root / "train", samples(train, 0, False, prefix="train"))
     write(root / "val", samples(val, 1, prefix="val"))
     ones = {name: np.ones((1, *LAYOUT.shapes[name]), np.float16) for name in ("t5", "clip")}
-    shards.write_empty(root / "empty_encodings", ones)
+    dataset.write_empty(root / "empty_encodings", ones)
 
 
 def blob_bytes(member: str) -> int:

@@ -1,9 +1,9 @@
-"""train.py, whose rank 0 makes a data set for longer than run.hang_s, file by file. Started by fork_ranks.py."""
+"""train.py, whose rank 0 makes a data set for longer than run.watchdog_s, file by file. Started by fork_ranks.py."""
 
 import time
 from pathlib import Path
 
-from flux_ref import config, errors, toy
+from flux_ref import cli, config, toy
 from train import main as train
 
 MAKES_S = 5.0
@@ -13,9 +13,9 @@ def main(*argv: str) -> int:
     real = toy.make_shapes
 
     def slowly(folder: Path, cfg: config.Config) -> None:
-        for _ in errors.counted(range(50)):
+        for _ in cli.counted(range(50)):
             time.sleep(MAKES_S / 50)
         real(folder, cfg)
 
     toy.make_shapes = slowly
-    return errors.run("train.py", train, [*argv])
+    return cli.run("train.py", train, [*argv])

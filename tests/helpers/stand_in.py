@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flux_ref import graphs, ranks, sharding
-from flux_ref.step_runner import StepRunner
+from flux_ref.trainer import Trainer
 
 READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero")
 CPU = torch.device("cpu")
@@ -94,10 +94,10 @@ class Graph:
     It takes a byte of memory until it is reset.
     """
 
-    def __init__(self, work: Callable[[], None]):
+    def __init__(self, work: Callable[[], None], steps: Trainer | None):
         self.work = work
-        self.kind = work.__name__.strip("_")
-        self.steps = getattr(work, "__self__", None)  # None: any work, not a step's
+        self.kind = kind_of(work)
+        self.steps = steps  # None: any work, not a step's
         self.places = places(self.steps) if self.steps else []
         LIVE.add(self)
 
@@ -117,25 +117,37 @@ class Graph:
         LIVE.discard(self)
 
 
-def places(steps: StepRunner) -> list[int]:
+def places(steps: Trainer) -> list[int]:
     """The addresses of all that a step reads and writes."""
     opt = steps.state.opt
-    own = (*steps.train_batch.values(), *steps.val_batch.values(), steps.loss, steps.grad_norm, steps.sums)
+    own = (
+        *steps.train_batch.values(),
+        *steps.val_batch.values(),
+        steps.health.loss,
+        steps.health.grad_norm,
+        steps.sums,
+    )
     kept = (steps.health.step, steps.health.first_bad, opt.lr, *opt.shards, *(p.to_local() for p in opt.parameters))
     moments = [tensor for state in opt.adamw.state.values() for tensor in state.values()]
-    remembered = [tensor for tensor in tree_leaves(vars(steps.state.arithmetic)) if isinstance(tensor, torch.Tensor)]
+    remembered = [tensor for tensor in tree_leaves(vars(steps.state.recipe)) if isinstance(tensor, torch.Tensor)]
     return [tensor.data_ptr() for tensor in (*own, *kept, *moments, *remembered)]
+
+
+def kind_of(work: Callable[[], None]) -> str:
+    """train or validate, for the steps of a trainer."""
+    name = getattr(work, "func", work).__name__
+    return {"train_step": "train", "validation_step": "validate"}.get(name, name.strip("_"))
 
 
 class Recorder(graphs.Recorder):
     """The real recorder, on stand-ins for torch.cuda. What it returns runs the captured work anew."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        LOG.append(f"capture {work.__name__.strip('_')}")
-        steps = getattr(work, "__self__", None)
-        if steps is None or not steps.cfg.parallel.compile:  # compiled code refuses to run under another mode
+        LOG.append(f"capture {kind_of(work)}")
+        steps = getattr(self, "steps", None)
+        if steps is None or not steps.cfg.compute.compile:  # compiled code refuses to run under another mode
             super().capture(work)
-        return Graph(work)
+        return Graph(work, steps)
 
 
 def install(replace: Callable[[object, str, object], object] = setattr) -> None:
@@ -149,7 +161,14 @@ def install(replace: Callable[[object, str, object], object] = setattr) -> None:
         if name == "error":
             modes.enter_context(NoWaits())
 
+    made = graphs.CapturedTrainer.__init__
+
+    def init(steps: graphs.CapturedTrainer, *args: object) -> None:
+        made(steps, *args)
+        steps.recorder.steps = steps
+
     stand_ins = (
+        (graphs.CapturedTrainer, "__init__", init),
         (ranks, "_device", lambda local_rank: CPU),
         (accelerator, "device_count", lambda: 2),
         (accelerator, "synchronize", lambda *_: LOG.append("synchronize")),

@@ -12,27 +12,26 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from flux_ref import config, config_file, ranks, sharding
-from flux_ref.arithmetic import arithmetic_of
-from flux_ref.data import allocate
-from flux_ref.step import Health, train_step
-from flux_ref.step_runner import State, StepRunner
+from flux_ref.dataloader import allocate
+from flux_ref.precision.recipe import recipe_of
+from flux_ref.trainer import Health, Trainer, TrainState, train_step
 from tools.plan import footprint, memory
 
 # A seventh of schnell's width and a quarter of its tokens, so that two CPU cores take seconds for a step.
 SMALL = (
     "--model.hidden=512 --model.heads=4 --model.rope_axes=[16,56,56] --model.double_blocks=3 --model.single_blocks=6"
     " --model.text_tokens=64 --model.latent_height=16 --model.latent_width=16 --train.synthetic_steps=1 --eval.batch=4"
-    " --parallel.compile=false --parallel.activation_budget=1.0 --parallel.dtype=fp32"  # a CPU may be slow in bf16
+    " --compute.compile=false --compute.activation_memory_budget=1.0 --compute.dtype=fp32"  # a CPU may be slow in bf16
 )
 KEPT, RESHARDED = "--parallel.kept_regions=-1", "--parallel.kept_regions=0"
-COMPILED, BUDGET = "--parallel.compile=true", "--parallel.activation_budget"
+COMPILED, BUDGET = "--compute.compile=true", "--compute.activation_memory_budget"
 BF16, HSDP = "--parallel.reduce_dtype=bf16", "--parallel.replicate=2"
 CASES = {  # name: (ranks, micro-batch, overrides)
     "eager, 1 rank": (1, 16, RESHARDED),
-    "recompute=block, 1 rank": (1, 16, f"{RESHARDED} --parallel.recompute=block"),
+    "recompute=block, 1 rank": (1, 16, f"{RESHARDED} --compute.activation_checkpointing=block"),
     "compiled, budget 0.5, 1 rank": (1, 16, f"{RESHARDED} {COMPILED} {BUDGET}=0.5"),
     "compiled, budget 0, 1 rank": (1, 16, f"{RESHARDED} {COMPILED} {BUDGET}=0.0"),
-    "eager, 2 ranks, averaged": (2, 8, f"{RESHARDED} --optim.ema=600"),
+    "eager, 2 ranks, averaged": (2, 8, f"{RESHARDED} --optim.ema_half_life=600"),
     "eager, 2 ranks, kept, bf16 reduced": (2, 8, f"{KEPT} {BF16}"),
     "eager, HSDP 2 x 2, bf16, accumulated": (4, 2, f"{RESHARDED} {HSDP} {BF16}"),
     "eager, regions of 2, 3 ranks": (3, 4, f"{RESHARDED} --parallel.region_blocks=2"),
@@ -65,7 +64,7 @@ def main(name: str, out: str) -> int:
     world = ranks.start(cfg.parallel)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         net = sharding.build(cfg, world, seed=0)
-        steps = StepRunner(State(net, cfg, world), cfg, world)
+        steps = Trainer(TrainState(net, cfg, world), cfg, world)
         steps.state.opt.states()
         for task in (steps.warm_up, *STEPS * (steps.train,)):
             with record_function(STEP):
@@ -112,7 +111,7 @@ def peaks(profiler: profile) -> list[int]:
 def tensor_bytes(cfg: config.Config, world: ranks.World) -> int:
     """The most bytes of a rank's tensors in an eager step of an optimizer that has its moments, on a CPU."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        state = State(sharding.build(cfg, world, None, arithmetic_of(cfg)), cfg, world)
+        state = TrainState(sharding.build(cfg, world, None, recipe_of(cfg)), cfg, world)
         health = Health(world.device)
         batch, _ = (allocate(cfg.model, rows) for rows in (config.rank_batch(cfg, world.size), cfg.eval.batch))
         for _ in range(2):

@@ -24,12 +24,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flux_ref import config_file, shards, tensors, weights
+from flux_ref import config_file, dataset, safetensors_io, weights
+from flux_ref.cli import Fault, Refusal
 from flux_ref.config import KEYS
-from flux_ref.errors import Fault, Refusal
+from flux_ref.dataset import BadSample
 from flux_ref.pictures import captioned as pictures
 from flux_ref.pictures.captioned import Rejected
-from flux_ref.shards import BadSample
 from tools.report import result_log, score
 
 pytestmark = pytest.mark.timeout(60)
@@ -123,7 +123,7 @@ def test_the_weights_of_others(kinds, data):
         assert shapes == {name: tuple(tensor.shape) for name, tensor in want.items()}
         for name, tensor in want.items():
             if tensor.ndim:
-                rows = tensors.read_rows(path, name, 1, 1, "weights")
+                rows = safetensors_io.read_rows(path, name, 1, 1, "weights")
                 assert rows.dtype == tensor.dtype
                 assert torch.equal(rows.view(torch.uint8), tensor[1:2].view(torch.uint8))
     with file_of(content, "some.safetensors") as path, told():
@@ -142,14 +142,14 @@ def shard(tmp_path_factory) -> bytes:
 def test_a_shard(shard, data):
     content = data.draw(damaged(shard, head=1024))
     with file_of(content, "some.tar") as path, told():
-        stored = shards.ShardSet(path.parent, shard_damage.LAYOUT)
+        stored = dataset.ShardSet(path.parent, shard_damage.LAYOUT)
         stored.shards[0].open()
         for index in range(len(stored)):
             with told():
                 require_as_tarfile_reads(stored, index, content)
 
 
-def require_as_tarfile_reads(stored: shards.ShardSet, index: int, content: bytes) -> None:
+def require_as_tarfile_reads(stored: dataset.ShardSet, index: int, content: bytes) -> None:
     rows = shard_damage.LAYOUT.arrays()
     meta = stored.read(index, rows)
     stride = shard_damage.LAYOUT.stride
@@ -157,7 +157,7 @@ def require_as_tarfile_reads(stored: shards.ShardSet, index: int, content: bytes
     sample = io.BytesIO(content[index * stride : (index + 1) * stride])
     with suppress(tarfile.TarError), tarfile.open(fileobj=sample) as archive:  # stops where a checksum is wrong
         want = {name.name.partition(".")[2]: archive.extractfile(name).read() for name in archive}
-    for name in want.keys() & {f"{name}.bytes" for name in shards.MEMBERS}:
+    for name in want.keys() & {f"{name}.bytes" for name in dataset.MEMBERS}:
         assert np.array_equal(rows[name.removesuffix(".bytes")], np.load(io.BytesIO(want[name])))
     if "json" in want:
         said = json.loads(want["json"])

@@ -13,11 +13,11 @@ from precision_ranks import FP8_RUN
 from run_files import contents, require_equal_runs, saved_steps
 from torch import Tensor, nn
 
-from flux_ref import config_file, latents, ranks, rng, shards
-from flux_ref.alive import Alive
-from flux_ref.errors import Interrupted
-from flux_ref.pictures import encoders, sheet
+from flux_ref import config_file, dataset, flow, ranks, rng
+from flux_ref.cli import Interrupted
+from flux_ref.pictures import artist, encoders
 from flux_ref.pictures.artist import LOOKED_AT, Artist
+from flux_ref.watchdog import Watchdog
 
 
 def nothing(place: str) -> None:
@@ -47,18 +47,18 @@ class Linear(nn.Module):
 def test_steps_are_eulers_from_noise_with_guidance_away_from_the_empty_caption(artist_of):
     """A second implementation in numpy: each row has its own noise and caption."""
     for steps, guidance in ((1, 1.0), (3, 0.0), (4, 2.5)):
-        artist = artist_of(f"--sample.steps={steps}", f"--sample.guidance={guidance}", "--eval.batch=2")
+        artist = artist_of(f"--pictures.steps={steps}", f"--pictures.guidance={guidance}", "--eval.batch=2")
         artist.take_prompts(["a", "b", "a red circle", "blue"], Path(), nothing)
         net = Linear()
         z = artist.generate_latents(net, 2, nothing)
         shape = artist.cfg.model.latent_shape
-        x = np.stack([rng.normals(artist.cfg.sample.seed, rng.SAMPLING, shape, sample=i, epoch=0) for i in (2, 3)])
+        x = np.stack([rng.normals(artist.cfg.pictures.seed, rng.SAMPLING, shape, sample=i, epoch=0) for i in (2, 3)])
         empty, *texts = [clip.float().numpy().mean() for _, clip in (artist.empty, *artist.encoded[2:])]
         drift = empty + guidance * (np.reshape(texts, (2, 1, 1, 1)) - empty)
         times = np.linspace(1, 0, steps + 1)
         for t, t_next in pairwise(times):
             x = x + (t_next - t) * (t * x + drift)
-        np.testing.assert_allclose((z - latents.SHIFT) * latents.SCALE, x, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose((z - flow.SHIFT) * flow.SCALE, x, rtol=1e-5, atol=1e-5)
         assert net.asked == [pytest.approx([t] * 2) for t in times[:-1] for _ in range(1 if guidance == 1 else 2)]
 
 
@@ -69,13 +69,13 @@ def test_few_samples_are_looked_at_for_captions(artist_of):
         def __len__(self) -> int:
             return 1000
 
-        def sample(self, index: int) -> shards.Sample:
+        def sample(self, index: int) -> dataset.Sample:
             looked.append(index)
-            return shards.Meta("", caption=f"caption {index // 500}"), dict.fromkeys(("t5", "clip", "mean"), zeros)
+            return dataset.Meta("", caption=f"caption {index // 500}"), dict.fromkeys(("t5", "clip", "mean"), zeros)
 
     looked, zeros = [], np.zeros(1, np.uint16)
     for count in (2, 8):
-        artist = artist_of(f"--sample.count={count}", "--sample.guidance=1")
+        artist = artist_of(f"--pictures.count={count}", "--pictures.guidance=1")
         artist.take_stored(Samples())
         assert {*artist.captions} == {"caption 0", "caption 1"} and len(artist.originals) == 2
         assert len({*looked}) == len(looked) == (8 * LOOKED_AT if count == 8 else looked.index(looked[-1]) + 1)
@@ -87,7 +87,7 @@ def test_the_sheet_holds_each_picture_above_its_caption_and_the_strip_first_rows
     values = (-1.5, 0.0, 1.0, 0.0, 0.0, 0.0, 0.5)
     for number in range(1, 4):
         pictures = [np.full((3, 64, 64), value, np.float32) for value in values]
-        sheet.save(pictures, ["a caption of many words, " * 5] * 6 + [""], tmp_path / f"{number:09}.png")
+        artist.save(pictures, ["a caption of many words, " * 5] * 6 + [""], tmp_path / f"{number:09}.png")
     pixels = np.array(Image.open(tmp_path / "000000002.png"))
     assert pixels.shape == (2 * (160 + 36) + 3 * 6, 6 * 160 + 7 * 6, 3)
     for number, value in enumerate(values):
@@ -95,7 +95,7 @@ def test_the_sheet_holds_each_picture_above_its_caption_and_the_strip_first_rows
         assert (tile[:160] == round((max(value, -1) + 1) * 127.5)).all()
         assert (tile[160:] < 100).any() == (number < 6), "captions are below, the empty one, too"
     (tmp_path / "000000002 (1).png").write_bytes(b"a copy of somebody")
-    sheet.strip(tmp_path, 64)
+    artist.strip(tmp_path, 64)
     strip = np.asarray(Image.open(tmp_path / "strip.png"))[:-42, 90:]
     rows = strip.reshape(3, 166, *pixels.shape[1:])
     assert (rows == pixels[:166]).all()
@@ -109,7 +109,7 @@ def test_the_net_has_the_tensors_of_the_public_file():
 
 # A training with pictures
 
-PICTURES = ["--sample.count=4", "--sample.steps=2", "--sample.every_samples=20"]  # 24 in whole steps
+PICTURES = ["--pictures.count=4", "--pictures.steps=2", "--pictures.every_samples=20"]  # 24 in whole steps
 
 
 def test_training_does_not_notice_pictures_nor_a_signal_in_one(shapes_dir, tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ def test_training_does_not_notice_pictures_nor_a_signal_in_one(shapes_dir, tmp_p
     plain, drawn, stopped = (tmp_path / name for name in ("plain", "drawn", "stopped"))
     assert called("train.py", *micro_run(shapes_dir, plain)) == 0
     assert called("train.py", *micro_run(shapes_dir, drawn, *PICTURES)) == 0
-    stop_point = Alive.stop_point
+    stop_point = Watchdog.stop_point
 
     def interrupted(self, place: str) -> None:
         stop_point(self, place)
@@ -125,7 +125,7 @@ def test_training_does_not_notice_pictures_nor_a_signal_in_one(shapes_dir, tmp_p
             raise Interrupted(signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Alive, "stop_point", interrupted)
+        patch.setattr(Watchdog, "stop_point", interrupted)
         assert called("train.py", *micro_run(shapes_dir, stopped, *PICTURES)) == 128 + signal.SIGTERM
     assert saved_steps(stopped) == [2]
     assert called("train.py", *micro_run(shapes_dir, stopped, *PICTURES)) == 0

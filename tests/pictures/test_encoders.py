@@ -16,9 +16,9 @@ from peer_net import relative_error
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from flux_ref import config_file, latents, rng, shards
-from flux_ref.errors import Refusal
-from flux_ref.pictures import sheet
+from flux_ref import config_file, dataset, flow, rng
+from flux_ref.cli import Refusal
+from flux_ref.pictures import artist
 from flux_ref.pictures.encoders import Encoders, load_autoencoder
 from tools import export
 
@@ -32,7 +32,7 @@ def build(nets: Path, *overrides: str, dtype: torch.dtype = torch.float32) -> En
 
 
 def values_of(bits: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(shards.from_bf16_bits(bits))
+    return torch.from_numpy(dataset.from_bf16_bits(bits))
 
 
 # The autoencoder
@@ -118,7 +118,7 @@ def test_prompts_give_the_pictures_of_diffusers_flux_pipeline(nets, draw, monkey
     """Of encodings that are rounded to bf16, as in a data set."""
     prompts = ["a small red cat sits on the grass", "", "photo of two dogs"]
     drawn = []
-    monkeypatch.setattr(sheet, "save", lambda pictures, captions, path: drawn.extend(pictures))
+    monkeypatch.setattr(artist, "save", lambda pictures, captions, path: drawn.extend(pictures))
     draw(nets, *(f"--prompt={prompt}" for prompt in prompts), "--seed=7")
     pipeline = FluxPipeline.from_pretrained(nets)
     pipeline.set_progress_bar_config(disable=True)
@@ -130,7 +130,7 @@ def test_prompts_give_the_pictures_of_diffusers_flux_pipeline(nets, draw, monkey
         num_inference_steps=4,
         height=PIXELS[0],
         width=PIXELS[1],
-        latents=latents.pack(torch.from_numpy(np.stack(noise))),
+        latents=flow.pack(torch.from_numpy(np.stack(noise))),
         output_type="np",
     ).images
     ours = (np.stack(drawn).transpose(0, 2, 3, 1) / 2 + 0.5).clip(0, 1)

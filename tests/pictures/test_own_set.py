@@ -14,9 +14,9 @@ from PIL import Image
 from run_files import contents
 from shard_damage import opened
 
-from flux_ref import config_file, shards, toy
-from flux_ref.errors import Progress
-from flux_ref.pictures import own_set
+from flux_ref import config_file, dataset, toy
+from flux_ref.cli import Progress
+from flux_ref.pictures import toy_from_pictures
 
 SIZES = ["--model.latent_height=8", "--model.latent_width=8"]
 MODEL = config_file.load(MICRO, SIZES).model
@@ -26,7 +26,7 @@ PIPES = shutil.ignore_patterns("pipe.*")
 def overrides(pictures: Path, folder: Path) -> list[str]:
     """The micro config on a folder of pictures."""
     own = [f"--data.pictures={pictures}", f"--data.train={folder}/train", f"--data.val={folder}/val"]
-    return [*own, *SIZES, "--data.train_count=0", "--data.val_count=0"]
+    return [*own, *SIZES, "--data.train_samples=0", "--data.val_samples=0"]
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +51,10 @@ def pictures(tmp_path_factory) -> Path:
 def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
     cfg = config_file.load(MICRO, overrides(pictures, tmp_path / "set"))
     before = Progress.total
-    own_set.ensure(cfg)
+    toy_from_pictures.ensure(cfg)
     # Each file is found, is read, becomes a sample or a row, and is compared, for the watch over hangs.
     assert Progress.total - before > 3 * len([*pictures.iterdir()]) - 8
-    train, val = ([*opened(tmp_path / "set" / split, shards.layout(MODEL))] for split in ("train", "val"))
+    train, val = ([*opened(tmp_path / "set" / split, dataset.layout(MODEL))] for split in ("train", "val"))
     rejected = dict(row.split("\t") for row in (tmp_path / "set" / "rejected.tsv").read_text().splitlines()[1:])
     assert rejected == {
         "cut.png": "damaged picture",
@@ -74,7 +74,7 @@ def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
     for meta, members in (*train[:3], *val[:3]):
         picture = np.asarray(Image.open(pictures / good[meta.caption]), np.float32).transpose(2, 0, 1) / 127.5 - 1
         wanted = toy.encode_caption(meta.caption, MODEL, own=True) | {"mean": toy.encode(picture)}
-        assert all((members[name] == shards.to_bf16_bits(values)).all() for name, values in wanted.items())
+        assert all((members[name] == dataset.to_bf16_bits(values)).all() for name, values in wanted.items())
     shown = capsys.readouterr().out
     assert f"{len(train)} pictures to train on and {len(val)} held out; 7 rejected" in shown
     assert "toy codec changes a colour by" in shown and (tmp_path / "set" / "codec.png").is_file()
@@ -84,13 +84,13 @@ def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path, c
     own = tmp_path / "pictures"
     shutil.copytree(pictures, own, ignore=PIPES, symlinks=True)
     cfg = config_file.load(MICRO, overrides(own, tmp_path / "set"))
-    own_set.ensure(cfg)
+    toy_from_pictures.ensure(cfg)
     before = contents(tmp_path)
-    own_set.ensure(cfg)
+    toy_from_pictures.ensure(cfg)
     assert contents(tmp_path) == before
     first = next(own.glob("*.png"))
     moment = first.stat().st_mtime_ns
-    own_set.ensure(config_file.replace(cfg, data__pictures=str(tmp_path / "." / "pictures")))
+    toy_from_pictures.ensure(config_file.replace(cfg, data__pictures=str(tmp_path / "." / "pictures")))
     content = first.read_bytes()
     other = content[:-1] + bytes([content[-1] ^ 1])
     words = f"the folder {tmp_path / 'set'} was not made from what {own} holds now: files that are new, gone or"
@@ -102,27 +102,29 @@ def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path, c
         (lambda: ((own / "0.txt").unlink(), first.write_bytes(content)), ""),
         (lambda: own.rename(tmp_path / "away"), ""),
         (lambda: shutil.copytree(tmp_path / "away", own, symlinks=True, copy_function=shutil.copyfile), ""),
-        ((tmp_path / "set" / own_set.MADE_FROM).unlink, "such as 000.png"),  # as in a set of drawings
+        ((tmp_path / "set" / toy_from_pictures.MADE_FROM).unlink, "such as 000.png"),  # as in a set of drawings
     ):
         change()
         if told:
-            said = refusal(lambda: own_set.ensure(cfg))
+            said = refusal(lambda: toy_from_pictures.ensure(cfg))
             assert said.startswith(words) and f"{told}; for a new set and its run give another --data.train=" in said
             assert "remove" not in said
         else:
-            own_set.ensure(cfg)
+            toy_from_pictures.ensure(cfg)
     told = capsys.readouterr().err
     assert told.count(f"data.pictures={own} is gone; {tmp_path / 'set'} is used") == 1
     with pytest.raises(FileNotFoundError, match="none"):
-        own_set.ensure(config_file.replace(cfg, data__pictures=str(tmp_path / "none")))
+        toy_from_pictures.ensure(config_file.replace(cfg, data__pictures=str(tmp_path / "none")))
     for path in [*own.glob("*.png")][20:]:
         path.unlink()
     few = config_file.replace(cfg, data__train=str(tmp_path / "few" / "train"))
-    told = refusal(lambda: own_set.ensure(few))
+    told = refusal(lambda: toy_from_pictures.ensure(few))
     assert " for: not in the folder," in told and ". One picture of 10 is held out, and 8 must be; give 80" in told
     assert not list(tmp_path.glob("few"))
-    assert [sum(map(own_set.is_held_out, range(10 * tens))) for tens in range(30)] == [*range(30)], "80 are enough"
-    assert len({number % 10 for number in filter(own_set.is_held_out, range(100))}) == 10, (
+    assert [sum(map(toy_from_pictures.is_held_out, range(10 * tens))) for tens in range(30)] == [*range(30)], (
+        "80 are enough"
+    )
+    assert len({number % 10 for number in filter(toy_from_pictures.is_held_out, range(100))}) == 10, (
         "no period of a folder counts"
     )
 
@@ -130,7 +132,7 @@ def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path, c
 def test_one_command_trains_and_draws_a_folder(pictures, tmp_path, capsys):
     """And eval.py tells which words of a prompt are new."""
     run = tmp_path / "run"
-    options = [*overrides(pictures, tmp_path / "set"), f"--run.dir={run}", "--sample.count=20", "--sample.steps=2"]
+    options = [*overrides(pictures, tmp_path / "set"), f"--run.dir={run}", "--pictures.count=20", "--pictures.steps=2"]
     assert called("train.py", str(MICRO), *options) == 0
     assert (run / "samples" / "000000060.png").is_file() and not (run / "pictures.jsonl").exists()
     assert "  16 pictures, as no more captions differ: " in capsys.readouterr().out

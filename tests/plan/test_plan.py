@@ -13,11 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.fake_ranks import fake_world
 from flux_ref import config, config_file, sharding
-from flux_ref.arithmetic import arithmetic_of
-from flux_ref.data import allocate
+from flux_ref.dataloader import allocate
 from flux_ref.model import Flux
-from flux_ref.step import Health, train_step
-from flux_ref.step_runner import State
+from flux_ref.precision.recipe import recipe_of
+from flux_ref.trainer import Health, TrainState, train_step
 from tools.plan import commands, footprint, hardware, memory, plan, step_time
 from tools.plan.footprint import Footprint, Pass, Product
 from tools.plan.step_time import Machine
@@ -26,7 +25,7 @@ SMALL = config_file.load(MICRO)
 GPU, ASSUMED = hardware.load("h200")
 WIDE = {  # a model whose parts outweigh all that is not counted
     **{"model__hidden": 192, "model__heads": 3, "model__rope_axes": (16, 24, 24), "model__text_tokens": 24},
-    **{"model__double_blocks": 3, "model__single_blocks": 4, "parallel__dtype": "bf16", "eval__batch": 1},
+    **{"model__double_blocks": 3, "model__single_blocks": 4, "compute__dtype": "bf16", "eval__batch": 1},
 }
 
 
@@ -44,7 +43,7 @@ def traced_once():
 
     def traced(cfg: config.Config, arch: str, rows: int):
         parallel = replace(cfg.parallel, kept_regions=0, reduce_dtype="fp32")
-        net = replace(config.Config(), model=cfg.model, parallel=parallel, precision=cfg.precision)
+        net = replace(config.Config(), model=cfg.model, parallel=parallel, compute=cfg.compute, precision=cfg.precision)
         return trace(net, arch, rows)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -61,7 +60,7 @@ def test_the_layout_is_that_of_fsdp2():
         cfg = wide(train__global_batch=gpus, parallel__region_blocks=blocks)
         with fake_world(gpus, node=node) as world, torch.device("meta"):
             net = Flux(cfg.model)
-            sharding.shard(net, cfg, world, arithmetic_of(cfg))
+            sharding.shard(net, cfg, world, recipe_of(cfg))
             units = [*net.double_blocks, *net.single_blocks, net]
             groups = [unit._get_fsdp_state()._fsdp_param_group.fsdp_params for unit in units]
             sizes = []
@@ -81,7 +80,7 @@ def test_the_layout_is_that_of_fsdp2():
 
 @pytest.mark.slow  # a compiler traces
 def test_a_smaller_budget_keeps_less_and_computes_more():
-    own = [wide()] + [wide(parallel__compile=True, parallel__activation_budget=budget) for budget in (1.0, 0.0)]
+    own = [wide()] + [wide(compute__compile=True, compute__activation_memory_budget=budget) for budget in (1.0, 0.0)]
     traces = [footprint.trace(cfg, "cpu", 4) for cfg in own]
     for kind in ("double 1", "single 1"):
         eager, whole, least = (found[kind] for found in traces)
@@ -94,7 +93,7 @@ def test_a_smaller_budget_keeps_less_and_computes_more():
 
 def test_products_add_up_to_the_closed_form():
     """Attention's backward counts its scores a second time, which flops.per_sample leaves out."""
-    cfg, model = wide(parallel__compile=True), wide().model
+    cfg, model = wide(compute__compile=True), wide().model
     found = footprint.trace(cfg, "cpu", 2)
     S, D = model.text_tokens + model.image_tokens, model.hidden
     linear = 2 * S * 12 * D * D
@@ -119,8 +118,8 @@ def test_a_smaller_budget_recomputes_no_product_of_a_linear():
     """But attention, 1.4 % of backward. torch takes products of flux_ref for cheap without sharding.partitioning."""
     flops = []
     for budget in (1.0, 0.9):
-        cfg = config_file.replace(config.Config(), parallel__compile=True, parallel__activation_budget=budget)
-        cfg = config_file.replace(cfg, precision__preset="fp8_delayed", parallel__dtype="bf16")
+        cfg = config_file.replace(config.Config(), compute__compile=True, compute__activation_memory_budget=budget)
+        cfg = config_file.replace(cfg, precision__preset="fp8_delayed", compute__dtype="bf16")
         found = TRACE(cfg, "sm90", 16)
         flops.append([sum(p.flop for p in found[kind].backward.products) for kind in ("double 1", "single 1")])
     assert all(low <= 1.02 * whole for whole, low in zip(*flops)), flops
@@ -132,7 +131,7 @@ def test_fp8_is_planned_with_a_smaller_budget_too():
     sizes = {"model__text_tokens": 32, "model__latent_height": 8, "model__latent_width": 8}
     for preset, gather in (("fp8", True), ("fp8_delayed", False)):
         cfg = wide(precision__preset=preset, precision__gather=gather, **sizes)
-        cfg = config_file.replace(cfg, parallel__compile=True, parallel__activation_budget=0.5)
+        cfg = config_file.replace(cfg, compute__compile=True, compute__activation_memory_budget=0.5)
         assert footprint.trace(cfg, "sm100", 2).keys() == {"double 1", "single 1", "ends"}
 
 
@@ -146,8 +145,8 @@ def test_bytes_are_those_of_the_kernels_that_inductor_generates():
         case = (run["arch"], run["precision"], run["budget"])
         if case not in wanted or run["micro_batch"] != 8 or not run["compile"]:
             continue
-        values = {"precision__preset": run["precision"], "parallel__activation_budget": run["budget"]}
-        cfg = config_file.replace(config.Config(), parallel__compile=True, parallel__dtype="bf16", **values)
+        values = {"precision__preset": run["precision"], "compute__activation_memory_budget": run["budget"]}
+        cfg = config_file.replace(config.Config(), compute__compile=True, compute__dtype="bf16", **values)
         found = TRACE(cfg, run["arch"], 8)
         passes = [(kind, way) for kind in ("double", "single") for way in ("forward", "backward")]
         moved = sum(getattr(found[f"{kind} 1"], way).moved for kind, way in passes)
@@ -161,7 +160,7 @@ def test_nodes_of_a_captured_step():
     for micros in (1, 2, 4):
         cfg = wide(train__micro_batch=1, train__global_batch=8 * micros)
         with fake_world(8) as world:
-            state, health = State(sharding.build(cfg, world, seed=None), cfg, world), Health(world.device)
+            state, health = TrainState(sharding.build(cfg, world, seed=None), cfg, world), Health(world.device)
             batch = allocate(cfg.model, micros, world.device)
             train_step(state.net, state.opt, batch, health, cfg)
             with Dispatched() as step:
@@ -194,10 +193,10 @@ CASES = {
     "kept": (8, 8, {"parallel__kept_regions": -1}),
     "some kept": (8, 8, {"parallel__kept_regions": 2}),
     "bf16 reduced": (8, 8, {"parallel__reduce_dtype": "bf16", "parallel__region_blocks": 2}),
-    "recomputed": (8, 8, {"parallel__recompute": "block"}),
+    "recomputed": (8, 8, {"compute__activation_checkpointing": "block"}),
     "hsdp": (8, 4, {"parallel__reduce_dtype": "bf16", "parallel__kept_regions": -1}),
-    "averaged": (8, 8, {"optim__ema": 600}),
-    "pairs in fp32": (3, 8, {"train__global_batch": 3, "parallel__region_blocks": 2, "parallel__dtype": "fp32"}),
+    "averaged": (8, 8, {"optim__ema_half_life": 600}),
+    "pairs in fp32": (3, 8, {"train__global_batch": 3, "parallel__region_blocks": 2, "compute__dtype": "fp32"}),
     "accumulated": (4, 4, {"train__micro_batch": 12}),
     "accumulated, few": (4, 4, {"train__micro_batch": 1, "train__global_batch": 8}),
     "hsdp accumulated": (8, 4, {"train__micro_batch": 1, "train__global_batch": 16, "parallel__reduce_dtype": "bf16"}),
@@ -305,7 +304,7 @@ def test_without_graphs_a_step_takes_at_least_the_time_of_the_host():
     """A micro model's kernels are so short that the host decides. Three micro-batches take it three times."""
     machine = Machine(GPU, ASSUMED, 4)
     captured = plan.make(SMALL, machine)
-    cfg = config_file.replace(SMALL, graph__enabled="off")
+    cfg = config_file.replace(SMALL, compute__cuda_graphs="off")
     once, three, regions_of_2 = (
         plan.make(config_file.replace(cfg, **values), machine)
         for values in ({"train__micro_batch": 3}, {"train__micro_batch": 1}, {"parallel__region_blocks": 2})
@@ -336,7 +335,7 @@ def test_the_command_prints_the_plan(capsys):
         "no reference point fits",  # a micro model
         ", cost ",
         "WARNING validation: 3 of 48 rows are padding",
-        "WARNING parallel.dtype=fp32: times are those of bf16",
+        "WARNING compute.dtype=fp32: times are those of bf16",
     ):
         assert words in text, words
     assert commands.main([*ARGS, "--data.val="]) == 0
@@ -377,7 +376,7 @@ def test_what_pages_give_8_gpus_of_80_gb_fits_them():
 
 def test_an_average_of_the_weights_costs_4_bytes_per_parameter():
     """The optimizer also moves it in each step: reads and writes it, and reads the weight once more."""
-    without, with_average = (plan.make(wide(optim__ema=ema), Machine(GPU, ASSUMED, 1)) for ema in (0, 600))
+    without, with_average = (plan.make(wide(optim__ema_half_life=ema), Machine(GPU, ASSUMED, 1)) for ema in (0, 600))
     parameters = without.layout.parameters
     assert with_average.total - without.total == pytest.approx(4 * parameters * (1 + ASSUMED.margin))
     assert with_average.times.optimizer / without.times.optimizer == pytest.approx(52 / 40)

@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import metrics
 
 from flux_ref.precision import blocks, policy
-from flux_ref.precision.blocks import Draws
+from flux_ref.precision.blocks import RoundingKey
 from flux_ref.precision.formats import PRODUCTS, SIDES
 from flux_ref.precision.linear import PolicyLinear
 
@@ -23,7 +23,7 @@ def made(*rules: str, draws: tuple[int, ...] = (5, 9, 0, 3)) -> PolicyLinear:
     """draws: seed, step, first sample and number of the linear."""
     torch.manual_seed(0)
     found = low(nn.Linear(K, N), "bf16", rules=rules)
-    found.draws = Draws(*map(torch.tensor, draws))
+    found.draws = RoundingKey(*map(torch.tensor, draws))
     return found
 
 
@@ -70,7 +70,7 @@ def test_inductor_fuses_a_stochastic_cast_into_few_kernels_of_equal_bits():
     side = SIDES["mxfp4+h32+sr"]
 
     def cast(x: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        return blocks.scaled(side, x, blocks.chances(place, x))[:2]
+        return blocks.quantize(side, x, blocks.chances(place, x))[:2]
 
     metrics.reset()
     x = torch.randn((33, 96), dtype=torch.bfloat16)

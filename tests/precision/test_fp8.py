@@ -20,14 +20,14 @@ from precision_ranks import STEPS, fp8_config, lively_state, steps, validated
 from torch import Tensor, nn
 
 from flux_ref import checkpoint, config_file, sharding
-from flux_ref.checkpoint import HISTORY, Checkpoint, load
+from flux_ref.checkpoint import Checkpoint, load
 from flux_ref.config import ModelConfig
-from flux_ref.model import Flux, SingleBlock, parameter_table
+from flux_ref.model import Flux, SingleStreamBlock, parameter_table
 from flux_ref.precision import fp8
-from flux_ref.precision.linear import PartsBlock, PolicyLinear, convert
+from flux_ref.precision.linear import PolicyLinear, SplitSingleStreamBlock, convert
 from flux_ref.precision.policy import layers
-from flux_ref.precision.stages import Precision
-from flux_ref.step_runner import StepRunner
+from flux_ref.precision.recipe import LowPrecisionRecipe
+from flux_ref.trainer import Trainer
 
 ARCHS = ("cpu", "gfx942", "sm100")  # both families of formats, both rules of layout
 
@@ -66,7 +66,7 @@ def test_a_history_keeps_the_newest_magnitudes_and_sets_the_next_scale(world, mo
     """The largest of a step's micro-batches counts; 0 and infinity leave history and scale as they were."""
     cfg = fp8_net.config("fp8_delayed", history=2, dynamic_steps=1)
     linear = PolicyLinear(nn.Linear(32, 16).bfloat16(), "single_blocks.0.linear1", cfg, "cpu")
-    state = Precision(cfg)
+    state = LowPrecisionRecipe(cfg)
     state.find(linear, torch.device("cpu"))
     taken = []
     cast = fp8.cast
@@ -98,15 +98,15 @@ def test_a_block_in_parts_gives_the_bits_of_the_plain_one_in_every_layout():
 
     def computed(in_parts: bool, arch: str, preset: str, seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
-        block = SingleBlock(model).bfloat16()
+        block = SingleStreamBlock(model).bfloat16()
         linears = [low(one, preset, arch) for one in (block.linear1, block.linear2)]
         block.linear1, block.linear2 = linears
         leaves = [(randn(2, 16, 64) * torch.arange(1, 65).roll(seed * 40)).requires_grad_(), randn(2, 64, seed=3)]
-        block = PartsBlock(block) if in_parts else block
+        block = SplitSingleStreamBlock(block) if in_parts else block
         out = block(*leaves, torch.ones(16, 16, 2))
         out.backward(randn(2, 16, 64, seed=seed + 5))
         named = dict(block.named_parameters())
-        assert list(named) == list(dict(SingleBlock(model).named_parameters()))
+        assert list(named) == list(dict(SingleStreamBlock(model).named_parameters()))
         amaxes = [amax for one in linears if one.of_grad.scales for amax in (one.of_grad.amax, one.of_input.amax.max())]
         return [out, leaves[0].grad, *(one.grad for one in named.values()), *amaxes]
 
@@ -159,10 +159,10 @@ def test_the_token_linears_of_schnell_and_nothing_else():
 def test_recomputing_a_block_changes_no_bit(world):
     found = []
     for recompute in ("none", "block"):
-        cfg = fp8_config(parallel__recompute=recompute)
+        cfg = fp8_config(compute__activation_checkpointing=recompute)
         state = lively_state(cfg, world)
         steps(state, cfg, world, count=2)
-        found.append(whole(state.net) | {"history": state.arithmetic.history})
+        found.append(whole(state.net) | {"history": state.recipe.history})
     require_identical(*found)
 
 
@@ -177,11 +177,11 @@ def test_validation_has_dynamic_scales_and_notes_nothing_and_bf16_may_be_asked_f
     }.items():
         cfg = fp8_config(**values)
         state = lively_state(cfg, world)
-        for scale, _ in () if name == "bf16" else state.arithmetic.scales:
+        for scale, _ in () if name == "bf16" else state.recipe.scales:
             scale.fill_(1e-3)  # would turn inputs into zeros
         sums[name] = validated(state, cfg)
-        assert name == "bf16" or not any(amax.any() for amax in state.arithmetic.amaxes)
-        state.arithmetic.set_scales()
+        assert name == "bf16" or not any(amax.any() for amax in state.recipe.amaxes)
+        state.recipe.after_load()
         losses[name] = steps(state, cfg, world, count=1)
     assert torch.equal(sums["delayed"], sums["dynamic"])
     assert torch.equal(sums["fp8, then bf16"], sums["bf16"]) and not torch.equal(sums["delayed"], sums["bf16"])
@@ -194,8 +194,8 @@ def test_infinity_that_a_remembered_scale_hides_stops_the_step(world):
     state = lively_state(cfg, world)
     norms = []
     steps(state, cfg, world, count=1, norms=norms)
-    assert all(inverse == 1 / scale for scale, inverse in state.arithmetic.scales)
-    linear = state.arithmetic.linears[0]
+    assert all(inverse == 1 / scale for scale, inverse in state.recipe.scales)
+    linear = state.recipe.linears[0]
     linear.register_forward_pre_hook(lambda _, args: (args[0].index_fill(-1, torch.tensor([0]), math.inf),))
     steps(state, cfg, world, count=2, norms=norms)
     assert [math.isfinite(norm) for norm in norms] == [True, False, False]
@@ -204,10 +204,10 @@ def test_infinity_that_a_remembered_scale_hides_stops_the_step(world):
 def test_a_warm_up_and_a_validation_leave_no_trace(world):
     cfg = fp8_config(precision__dynamic_steps=1, train__synthetic_steps=1)
     disturbed, undisturbed = (lively_state(cfg, world) for _ in range(2))
-    memory = disturbed.arithmetic
+    memory = disturbed.recipe
     begun = []
     memory.begin = lambda step, begin=memory.begin: (begun.append(step), begin(step))
-    StepRunner(disturbed, cfg, world).warm_up()
+    Trainer(disturbed, cfg, world).warm_up()
     assert begun[:2] == [0, 1], "both ways of scaling have been compiled"
     assert not memory.history.any() and {float(scale) for scale, _ in memory.scales} == {1.0}
     assert not any(linear.of_input.scales for linear in memory.linears)
@@ -216,7 +216,7 @@ def test_a_warm_up_and_a_validation_leave_no_trace(world):
     sharding.reshard(disturbed.net)
     losses += steps(disturbed, cfg, world, count=2)
     assert losses == steps(undisturbed, cfg, world, count=4)
-    assert torch.equal(memory.history, undisturbed.arithmetic.history)
+    assert torch.equal(memory.history, undisturbed.recipe.history)
     require_identical(whole(disturbed.net), whole(undisturbed.net))
 
 
@@ -229,18 +229,18 @@ def test_ranks_share_one_state_and_any_number_of_them_reads_it(measured, world):
     state = lively_state(cfg, world)
     losses = steps(state, cfg, world, count=1)
     assert losses[0] == pytest.approx(found["losses"][0], rel=1e-6)
-    assert torch.equal(state.arithmetic.history[0::2], found["first history"][0::2])  # of inputs
+    assert torch.equal(state.recipe.history[0::2], found["first history"][0::2])  # of inputs
     losses += steps(state, cfg, world, count=STEPS - 1)
     assert losses == pytest.approx(found["losses"], rel=1e-2), "each rank rounds gradients of its own scale"
     path = checkpoint.list_checkpoints(Path(found["run"]))[0]
-    state.arithmetic.reset()
+    state.recipe.reset()
     load(path, state)
-    assert torch.equal(state.arithmetic.history, found["histories"][0])
+    assert torch.equal(state.recipe.history, found["histories"][0])
 
-    assert torch.equal(torch.tensor(state.arithmetic.scales), found["scales"][0])
+    assert torch.equal(torch.tensor(state.recipe.scales), found["scales"][0])
     saved = Checkpoint(path)
-    written = [rows for _, file in saved.files.values() for key, rows in file.items() if key.startswith(HISTORY)]
-    assert [shape for key, shape in saved.shapes.items() if key.startswith(HISTORY)] == [(2, 3)] * 22
+    written = [rows for _, file in saved.files.values() for key, rows in file.items() if key.startswith("fp8.history.")]
+    assert [shape for key, shape in saved.shapes.items() if key.startswith("fp8.history.")] == [(2, 3)] * 22
     assert written == [[0, 2]] * 22, "written once"
 
 
@@ -256,7 +256,7 @@ def test_weights_gathered_in_fp8_give_the_same_bits_with_fewer_bytes(measured, s
 
 def test_a_run_says_what_it_computes_in_and_eval_finds_its_number(shapes_dir, tmp_path, capsys):
     run = tmp_path / "run"
-    options = "model.hidden=48 model.rope_axes=[8,4,4] parallel.dtype=bf16 train.global_batch=16 train.max_samples=48"
+    options = "model.hidden=48 model.rope_axes=[8,4,4] compute.dtype=bf16 train.global_batch=16 train.max_samples=48"
     options += " train.synthetic_steps=1 eval.every_samples=48 precision.preset=fp8_delayed precision.dynamic_steps=1"
     options += ' precision.history=2 precision.switch=[[32,"nvfp4"]]'
     assert called("train.py", *micro_run(shapes_dir, run, *(f"--{option}" for option in options.split()))) == 0
@@ -283,10 +283,10 @@ def test_compiled_regions_train_as_eager_ones(world):
     eager = steps(lively_state(cfg, world), cfg, world)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = config_file.replace(cfg, parallel__compile=True)
+    compiled = config_file.replace(cfg, compute__compile=True)
     state = lively_state(compiled, world)
     assert steps(state, compiled, world) == pytest.approx(eager, rel=1e-2)
-    assert state.arithmetic.history.all()
+    assert state.recipe.history.all()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4 + 6
     assert not torch._dynamo.utils.counters["graph_break"]
 

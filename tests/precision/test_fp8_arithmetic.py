@@ -51,7 +51,7 @@ def layouts(monkeypatch) -> list[bool]:
 
 
 def test_a_device_product_counts_its_operations(layouts):
-    """parallel.activation_budget weighs what it recomputes; a product without a count would look free."""
+    """compute.activation_memory_budget weighs what it recomputes; a product without a count would look free."""
     left, right = (torch.ones(rows, 48).to(torch.float8_e4m3fn) for rows in (32, 16))
     with FlopCounterMode(display=False) as counter:
         scaled_mm(left, right.t(), torch.ones(()), torch.ones(()))

@@ -29,7 +29,7 @@ def test_backward_keeps_no_copy_of_a_weight():
 def test_a_changed_weight_meets_a_new_scale_and_nan_shows(world):
     cfg = fp8_config(parallel__kept_regions=-1)
     state = lively_state(cfg, world)
-    linear = state.arithmetic.linears[0]
+    linear = state.recipe.linears[0]
     loss = steps(state, cfg, world, count=1)[0]
     scale, _ = linear.gathered.scales
     before = scale.clone()

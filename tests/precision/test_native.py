@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flux_ref import config_file
 from flux_ref.precision import blocks, fp8
 from flux_ref.precision.formats import SIDES
-from flux_ref.precision.stages import Precision
+from flux_ref.precision.recipe import LowPrecisionRecipe
 
 M, N, K = 160, 96, 256  # 160 and 96 rows do not fill a tile of 128
 FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -74,12 +74,12 @@ def tensors() -> tuple[Tensor, Tensor]:
 
 def decoded(side: str, x: Tensor) -> Tensor:
     """What an emulated product multiplies."""
-    values, whole = blocks.held(SIDES[side], x)
+    values, whole = blocks.fake_quantize(SIDES[side], x)
     return values.float() if whole is None else values.float() * whole
 
 
 def multiplied(name: str, sides: tuple[str, str], x: Tensor, w: Tensor) -> Tensor:
-    return blocks.native(name, *(blocks.scaled(SIDES[side], one) for side, one in zip(sides, (x, w))))
+    return blocks.native(name, *(blocks.quantize(SIDES[side], one) for side, one in zip(sides, (x, w))))
 
 
 def torch_refuses(call: tuple) -> bool:
@@ -134,7 +134,7 @@ def test_sides_and_sizes_decide_what_is_native_and_a_run_says_so(monkeypatch):
         ("sm100", "under80", {}, {"blackwell mxfp4": 456, "blackwell mxfp8": 76}),
     ):
         monkeypatch.setattr(fp8, "architecture", lambda device, arch=arch: arch)
-        said = Precision(config_file.replace(config(preset), **values)).describe(32, torch.device("cpu"))
+        said = LowPrecisionRecipe(config_file.replace(config(preset), **values)).describe(32, torch.device("cpu"))
         found = Counter()
         for count, kernel in re.findall(r"(\d+) .* \((.*)\)", "\n".join(said)):
             found[kernel] += int(count)
@@ -144,7 +144,7 @@ def test_sides_and_sizes_decide_what_is_native_and_a_run_says_so(monkeypatch):
 def test_a_tracer_sees_sizes_and_operations(seen):
     """torch's own check of an operator, and the operations that activation budgets weigh: half of an FP4 product's."""
     name = "blackwell nvfp4"
-    sides = [blocks.scaled(SIDES["nvfp4"], tensor) for tensor in tensors()]
+    sides = [blocks.quantize(SIDES["nvfp4"], tensor) for tensor in tensors()]
     with FlopCounterMode(display=False) as counter:
         blocks.native(name, *sides)
     assert counter.get_flop_counts()["Global"][torch.ops.flux_ref.native_mm] == M * N * K

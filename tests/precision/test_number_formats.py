@@ -63,7 +63,7 @@ def test_every_value_is_rounded_as_ml_dtypes_rounds():
     for form, (kind, _) in FORMATS.items():
         x = hard(kind)
         assert form.largest == positive(kind).max()
-        assert torch.equal(bits(casts.rounded(x, form)), bits(theirs(x, kind))), kind
+        assert torch.equal(bits(casts.round_to_format(x, form)), bits(theirs(x, kind))), kind
 
 
 def test_torchs_casts_and_decoded_values_are_those_of_ml_dtypes():
@@ -93,7 +93,7 @@ def test_mx_scales_and_codes_are_those_of_torchao():
     for (form, (kind, name)), rule in product(FORMATS.items(), ("floor", "rceil")):
         scales, codes = (one.view(torch.uint8) for one in to_mx(mixed(), name, 32, ScaleCalculationMode[rule.upper()]))
         codes = unpack_uint4(codes).view(mixed().shape) if form is E2M1 else codes
-        values, own, whole = casts.scaled(mixed(), form, Scaling(rule, 1, 32))
+        values, own, whole = casts.quantize(mixed(), form, Scaling(rule, 1, 32))
         differs = bits(values) != bits(decoded(codes, kind))
         if form is E2M1:
             differs |= casts.fp4_codes(values) != codes
@@ -109,7 +109,7 @@ def test_nvfp4_scales_and_codes_are_those_of_torchao():
         x[0] *= 1e-6
         whole = per_tensor_amax_to_scale(x.float().abs().amax())
         scales, codes = nvfp4_quantize(x, 16, whole)
-        values, own, own_whole = casts.scaled(x.float(), E2M1, Scaling("two-level", 1, 16))
+        values, own, own_whole = casts.quantize(x.float(), E2M1, Scaling("two-level", 1, 16))
         assert torch.equal(own_whole, whole) and torch.equal(own, scales.float())
         assert torch.equal(casts.fp4_codes(values), unpack_uint4(codes).view(x.shape))
 
@@ -120,8 +120,8 @@ def test_a_block_of_any_shape_has_the_scale_of_its_values_in_a_row_and_one_that_
     for (rows, columns), rule in product(((16, 16), (32, 32), (1, 0), (0, 0)), ("floor", "rceil")):
         parts = casts.blocks(x, Scaling(rule, rows, columns)).transpose(1, 2)
         flat = parts.flatten(2).flatten(0, 1)
-        found = casts.scaled(x, E4M3, Scaling(rule, rows, columns))[1]
-        want = casts.scaled(flat, E4M3, Scaling(rule, 1, flat.shape[1]))[1].view(parts.shape[:2])
+        found = casts.quantize(x, E4M3, Scaling(rule, rows, columns))[1]
+        want = casts.quantize(flat, E4M3, Scaling(rule, 1, flat.shape[1]))[1].view(parts.shape[:2])
         assert torch.equal(bits(found), bits(want)) and found.isnan().sum() == 1, (rows, columns, rule)
     assert casts.scale_codes(torch.tensor([math.nan, 2.0**-8])).tolist() == [255, 119]
 
@@ -130,7 +130,7 @@ def test_casts_by_powers_of_two_divide_by_nothing():
     """Triton's division is not correctly rounded: a scale would differ, and a code would be cut off."""
 
     def codes(x: Tensor) -> tuple[Tensor, Tensor]:
-        values, scales, _ = casts.scaled(x, E2M1, Scaling("rceil", 1, 32))
+        values, scales, _ = casts.quantize(x, E2M1, Scaling("rceil", 1, 32))
         return casts.fp4_codes(values), casts.scale_codes(scales)
 
     targets = {str(node.target) for node in make_fx(codes)(mixed()).graph.nodes}
@@ -155,9 +155,9 @@ def test_a_chance_decides_between_the_two_values_around_a_number():
             for share in (0.0, 0.25, 0.75):
                 x = torch.full((16,), lower + share * (upper - lower))
                 want = torch.where(share + chances >= 1, upper, lower)
-                assert torch.equal(casts.rounded(x, form, chances), want), (kind, lower)
+                assert torch.equal(casts.round_to_format(x, form, chances), want), (kind, lower)
                 want = torch.where(1 - share + chances >= 1, -lower, -upper)
-                assert torch.equal(casts.rounded(-x, form, chances), want), (kind, lower)
+                assert torch.equal(casts.round_to_format(-x, form, chances), want), (kind, lower)
 
 
 def test_hadamard_is_sylvesters_matrix():

@@ -7,16 +7,16 @@ import pytest
 from conftest import ROOT, refusal
 
 from flux_ref import config_file
-from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config, ModelConfig
 from flux_ref.model import parameter_table
 from flux_ref.precision import policy
-from flux_ref.precision.formats import PRODUCTS, format_pair, way
+from flux_ref.precision.formats import PRODUCTS, pair_text, way
+from flux_ref.precision.recipe import recipe_of
 
 TINY = config_file.replace(
     config_file.load(ROOT / "configs/tiny.toml"),
     model__single_blocks=2,
-    parallel__dtype="bf16",
+    compute__dtype="bf16",
     train__global_batch=60,
     train__max_samples=60_000,
 )
@@ -67,7 +67,7 @@ def test_presets_have_the_published_sides_and_numbers_of_linears():
     for preset, want in PUBLISHED.items():
         pairs = policy.decided(policy.PRESETS[preset], SCHNELL)
         items = (item for products in pairs.values() for item in products.items())
-        assert Counter(f"{product}: {format_pair(pair)}" for product, pair in items) == want, preset
+        assert Counter(f"{product}: {pair_text(pair)}" for product, pair in items) == want, preset
         plain = [name for name, products in pairs.items() if products["forward"] == (None, None)]
         assert all(fnmatchcase(name, BF16.get(preset, "*")) for name in plain), preset
     assert PUBLISHED.keys() == policy.PRESETS.keys()
@@ -103,7 +103,7 @@ def test_what_cannot_be_is_refused_with_the_rule_or_the_product_and_the_remedy()
         ({"preset": "fp8_delayed", "rules": ("* grad_weight: e5m2 x e4m3",)}, "e4m3_delayed needs a layer"),
         ({"preset": "fp8_delayed", "rules": PLAIN}, "e4m3_delayed needs a layer"),
         ({"preset": "fp9"}, "precision names the preset 'fp9'; give one of bf16, fp8"),
-        ({"preset": "fp8", "parallel__dtype": "fp32"}, "precision needs parallel.dtype=bf16, not fp32"),
+        ({"preset": "fp8", "compute__dtype": "fp32"}, "precision needs compute.dtype=bf16, not fp32"),
         ({"switch": ((0, "bf16"),)}, "'bf16' begins at step 0; give samples after step 0 and before 1000, the en"),
         ({"switch": ((600, "fp8"), (540, "bf16"))}, "begins at step 9; give samples after step 10 and"),
         ({"switch": ((60_000, "bf16"),)}, "begins at step 1000; give samples after"),
@@ -112,7 +112,7 @@ def test_what_cannot_be_is_refused_with_the_rule_or_the_product_and_the_remedy()
     ]
 
     def ready(values: dict) -> None:
-        arithmetic_of(tiny(**values)).require(30)
+        recipe_of(tiny(**values)).require(30)
 
     found = [(refusal(ready, values), want) for values, want in cases]
     assert [(said, want) for said, want in found if want not in said] == []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flux_ref import checkpoint, config_file
 from flux_ref.checkpoint import load
-from flux_ref.step_runner import State
+from flux_ref.trainer import TrainState
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
@@ -24,9 +24,9 @@ def test_runs_of_several_ranks_round_as_one_does_in_any_micro_batches(size, meas
     assert len({crc for *_, crc in alone}) == len(alone)
 
 
-def everything(state: State) -> dict[str, Tensor]:
+def everything(state: TrainState) -> dict[str, Tensor]:
     """Weights, history, and the moments of a parameter."""
-    return whole(state.net) | {"history": state.arithmetic.history, "moment": state.opt.states()["exp_avg"][0]}
+    return whole(state.net) | {"history": state.recipe.history, "moment": state.opt.states()["exp_avg"][0]}
 
 
 @pytest.mark.parametrize("preset", ["fp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
@@ -45,9 +45,9 @@ def test_a_run_that_stops_before_at_or_after_its_switches_goes_on_bit_for_bit(wo
             if step in saves:
                 saved_now(state, one, world)
         runs[one] = losses, everything(state)
-    precision = state.arithmetic
+    precision = state.recipe
     assert precision.phases == (0, 4, 5, 6), "no phase lies beyond its stage"
-    assert [precision.ways[precision.phase(step)][0].preset for step in (0, 3, 4, 9)] == [
+    assert [precision.modes[precision.phase(step)][0].preset for step in (0, 3, 4, 9)] == [
         preset,
         preset,
         "fp8_delayed",

@@ -14,7 +14,7 @@ from shard_damage import LAYOUT, opened
 from test_pictures import drawn, pixels, put, saved, write_tar
 from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5EncoderModel
 
-from flux_ref import config_file, shards
+from flux_ref import config_file, dataset
 from flux_ref.pictures.captioned import Picture
 from flux_ref.pictures.encoders import Encoders, load_autoencoder
 from tools.prepare import commands as prepare
@@ -40,10 +40,10 @@ def refused(args: list[str], capsys, code: int = 2) -> str:
     return the_line(capsys.readouterr().err, "prepare")
 
 
-def stored(folder: Path) -> list[tuple[shards.Meta, dict[str, torch.Tensor]]]:
+def stored(folder: Path) -> list[tuple[dataset.Meta, dict[str, torch.Tensor]]]:
     """What a set of shards holds."""
     return [
-        (meta, {name: torch.from_numpy(shards.from_bf16_bits(bits)) for name, bits in rows.items()})
+        (meta, {name: torch.from_numpy(dataset.from_bf16_bits(bits)) for name, bits in rows.items()})
         for meta, rows in opened(folder)
     ]
 
@@ -102,8 +102,8 @@ def test_each_picture_is_a_sample_as_the_encoders_say_or_a_row_of_the_rejected(n
             moments = net.encode(picture[None] / 255 * 2 - 1).latent_dist.parameters
         mean, logvar = moments.chunk(2, dim=1)
         require_close(found, {"mean": mean[0], "logvar": logvar[0]} | theirs(nets, CAPTIONS[number].strip()))
-    empty = shards.read_empty(tmp_path / "out" / "empty_encodings", LAYOUT)
-    found = {name: torch.from_numpy(shards.from_bf16_bits(bits)) for name, bits in empty.items()}
+    empty = dataset.read_empty(tmp_path / "out" / "empty_encodings", LAYOUT)
+    found = {name: torch.from_numpy(dataset.from_bf16_bits(bits)) for name, bits in empty.items()}
     require_close(found, theirs(nets, ""))
 
     (tmp_path / "tars").mkdir()
@@ -143,11 +143,11 @@ def test_a_stopped_command_goes_on_with_the_parts_that_are_not_done(nets, tmp_pa
     train, val = ([meta for meta, _ in stored(tmp_path / "whole" / split)] for split in ("train", "val"))
     assert len(train) + len(val) == 40 and 8 <= len(val) < 20
     assert [(meta.key, meta.timestep) for meta in val] == [(f"val_{i:08d}", i % 8) for i in range(len(val))]
-    with failing(shards, "add", 7, OSError(28, "No space left on device")):
+    with failing(dataset, "add", 7, OSError(28, "No space left on device")):
         assert "tar: No space left on device; free" in refused(stopped, capsys, code=3)
     with failing(Encoders, "encode", 5, KeyboardInterrupt()):
         assert prepare.main(stopped) == 130
-    with failing(shards, "add", 35, KeyboardInterrupt()):  # while validation is copied
+    with failing(dataset, "add", 35, KeyboardInterrupt()):  # while validation is copied
         assert prepare.main(stopped) == 130
     assert "was begun from another input or with other options" in refused([*stopped, "--dtype=bf16"], capsys)
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"in", "whole", "stopped.partial"}

@@ -11,7 +11,7 @@ import pytest
 from conftest import refusal
 from tqdm import tqdm
 
-from flux_ref.errors import Fault, Refusal
+from flux_ref.cli import Fault, Refusal
 from tools.prepare import job
 
 

@@ -18,8 +18,8 @@ from conftest import MICRO, the_line
 from run_files import contents
 from shard_damage import LAYOUT, opened
 
-from flux_ref import shards
-from flux_ref.shards import MEMBERS
+from flux_ref import dataset
+from flux_ref.dataset import MEMBERS
 from tools.prepare import commands as prepare
 from tools.prepare import mlcommons
 
@@ -56,7 +56,7 @@ def train(tmp_path) -> Path:
     write_arrow(folder / SECOND, rows()[10:], (13,))
     draw = np.random.default_rng(5)
     empty = {name: draw.standard_normal((1, *LAYOUT.shapes[name])).astype(np.float16) for name in ("t5", "clip")}
-    shards.write_empty(tmp_path / "public" / "empty_encodings", empty)
+    dataset.write_empty(tmp_path / "public" / "empty_encodings", empty)
     return folder
 
 
@@ -116,7 +116,7 @@ def require_converted(output: Path, want: list[Row], split="train") -> None:
 
 def test_both_splits_arrive_byte_for_byte_and_the_source_is_left_alone(train, val, output, capsys):
     before = contents(train.parent)
-    want = shards.read_empty(train.with_name("empty_encodings"), LAYOUT)
+    want = dataset.read_empty(train.with_name("empty_encodings"), LAYOUT)
     convert(train, output)
     out, err = capsys.readouterr()
     assert f"{output}/train: {COUNT} samples" in out and f"{COUNT}/{COUNT}" in err and "samples/s" in err
@@ -163,7 +163,7 @@ def test_empty_encodings_are_needed_once_and_only_for_training(train, val, outpu
 @contextlib.contextmanager
 def struck(key: str, strike) -> Iterator[None]:
     """Writing the sample of this key goes wrong."""
-    add = shards.add
+    add = dataset.add
 
     def write(file, meta, members):
         if meta.key == key:
@@ -172,7 +172,7 @@ def struck(key: str, strike) -> Iterator[None]:
         add(file, meta, members)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "add", write)
+        patch.setattr(dataset, "add", write)
         yield
 
 

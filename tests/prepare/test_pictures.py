@@ -17,7 +17,7 @@ from conftest import refusal
 from PIL import Image, ImageCms, PngImagePlugin
 from torchvision.transforms import InterpolationMode, v2
 
-from flux_ref import errors
+from flux_ref import cli
 from flux_ref.pictures import captioned as pictures
 from flux_ref.pictures.captioned import SRGB, Rejected
 
@@ -123,7 +123,7 @@ def test_pictures_of_all_forms_show_what_they_show_to_people():
 
 
 def test_a_gamma_without_a_profile_is_left_aside_and_one_line_says_so(capsys):
-    errors.notice.cache_clear()
+    cli.notice.cache_clear()
     for gamma, lines in ((45_455, 0), (100_000, 1), (55_556, 0)):
         chunk = PngImagePlugin.PngInfo()
         chunk.add(b"gAMA", gamma.to_bytes(4))
@@ -224,7 +224,7 @@ def test_a_folder_gives_each_picture_with_the_text_of_its_name(tmp_path):
         os.mkfifo(root / name)
     for name in ("gone.txt", "pipe.txt"):
         (root / name).write_bytes(CAT)
-    before = errors.Progress.total
+    before = cli.Progress.total
     assert sorted(outcome(root)) == [
         ("IMG_1.PNG", "= a cat"),
         ("alone.gif", "no caption"),
@@ -241,7 +241,7 @@ def test_a_folder_gives_each_picture_with_the_text_of_its_name(tmp_path):
         ("two.jpg", TWINS),
         ("two.png", TWINS),
     ]
-    assert errors.Progress.total - before == 3, "each folder counts for the watch over hangs"
+    assert cli.Progress.total - before == 3, "each folder counts for the watch over hangs"
 
 
 def test_each_row_and_each_file_is_a_sample_or_is_rejected_with_a_reason(tmp_path):

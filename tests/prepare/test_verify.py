@@ -22,8 +22,8 @@ from shard_damage import (
     write_set,
 )
 
-from flux_ref import shards
-from flux_ref.shards import BLOCK, MEMBERS, NPY_HEADER
+from flux_ref import dataset
+from flux_ref.dataset import BLOCK, MEMBERS, NPY_HEADER
 from tools.prepare import commands, verify
 
 TRAIN_0 = "train/shard_000000.tar"
@@ -119,7 +119,7 @@ def test_a_whole_set_passes_with_its_numbers_alone_and_beside_the_empty_encoding
         assert code == 0 and "\nPASS\n" in said, said
     assert run(root)[1].splitlines()[:2] == ["train: 8 samples in 3 shards", "val: 16 samples in 6 shards"]
     for count, code in (("8", 0), ("9", 1)):
-        (tmp_path / "count.toml").write_text(Path(micro).read_text() + f"\ndata.train_count = {count}")
+        (tmp_path / "count.toml").write_text(Path(micro).read_text() + f"\ndata.train_samples = {count}")
         assert run(root, f"--config={tmp_path}/count.toml")[0] == code
     assert "is no folder" in run(root / "none")[1] and run(root / "none")[0] == 2
 
@@ -135,5 +135,5 @@ def test_a_hundred_problems_are_twenty_lines_and_a_number(root, run):
 
 def test_no_value_that_real_encoders_could_give_is_called_implausible():
     for name, low, high in (("t5", -50, 50), ("clip", -60, 60), ("mean", -40, 40), ("logvar", -30, 19)):
-        bits = shards.to_bf16_bits(np.linspace(low, high, 1001))
+        bits = dataset.to_bf16_bits(np.linspace(low, high, 1001))
         assert [*map(partial(verify.implausible, name), (bits, bits[:1], bits[-1:]))] == ["", "", ""]

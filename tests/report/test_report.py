@@ -15,10 +15,9 @@ from conftest import MICRO
 from mlperf_logging.rcp_checker import rcp_checker
 from mlperf_logging.result_summarizer.result_summarizer import _compute_strong_score_standalone
 
-from flux_ref import config_file, errors
-from flux_ref.benchmark import convergence
-from flux_ref.benchmark.mllog import RESUMED
+from flux_ref import cli, config_file, mlperf_closed
 from flux_ref.config import MllogConfig
+from flux_ref.mlperf_log import RESUMED
 from tools.report import __main__ as report
 from tools.report import official, page, result_log, score
 
@@ -218,7 +217,7 @@ def test_refusals(capsys, tmp_path, results, monkeypatch):
     for args, says in cases:
         if "matplotlib" in says:
             monkeypatch.setitem(sys.modules, "matplotlib", None)
-        code = errors.run("report", report.main, ["--out=out", *map(str, args)])
+        code = cli.run("report", report.main, ["--out=out", *map(str, args)])
         error = capsys.readouterr().err
         assert code == 2 and says in error and error.count("\n") == 1, (says, error)
         assert not [*tmp_path.glob("*/report.html")], says
@@ -245,6 +244,6 @@ def test_the_chart_shows_the_figures(results):
     system.name = "_a"  # matplotlib leaves out labels that begin so
     (figure,) = page.charts([system])
     drawn = [list(zip(*line.get_data())) for line in figure.axes[0].lines]
-    band = [(point.samples, point.median) for point in convergence.public_band(1024)]
+    band = [(point.samples, point.median) for point in mlperf_closed.public_band(1024)]
     assert drawn == [*(run.val_curve for run in system.runs), [(0, 0.586), (1, 0.586)], band]
     assert figure.axes[0].get_legend_handles_labels()[1] == [" _a", "target 0.586", "public runs"]

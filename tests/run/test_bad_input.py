@@ -18,9 +18,9 @@ from shard_damage import put_nan
 
 import eval as eval_script
 import train
-from flux_ref import config, config_file, data, errors, rng
-from flux_ref.errors import Refusal
-from flux_ref.step_runner import StepRunner
+from flux_ref import cli, config, config_file, dataloader, rng
+from flux_ref.cli import Refusal
+from flux_ref.trainer import Trainer
 
 CFG = config_file.load(MICRO)
 MIDDLE = 20  # a sample that is neither the first nor the last of its shard, so opening does not meet it
@@ -75,7 +75,7 @@ def test_a_command_knows_its_default_in_any_folder_and_its_help_without_docstrin
 
 def test_help_is_the_usage_and_every_key_with_its_default_and_comment(capsys):
     for argument in ("-h", "--help"):
-        assert errors.run("train.py", train.main, [argument]) == 0
+        assert cli.run("train.py", train.main, [argument]) == 0
         out = capsys.readouterr().out
         assert "Exit codes" in out and not [line for line in out.splitlines() if len(line) > 120]
     assert re.findall(r"^[* ] --(\w+\.\w+)=", out, re.M) == list(config.KEYS)
@@ -109,7 +109,7 @@ def test_damage_that_opening_finds_is_refused_and_damage_on_the_way_stops_the_ru
 
 
 def test_validation_that_lacks_a_time_is_refused_before_the_first_step(attempt, tmp_path):
-    code, _, line = attempt(*micro_run(tmp_path / "new", tmp_path / "run"), "--data.val_count=7")
+    code, _, line = attempt(*micro_run(tmp_path / "new", tmp_path / "run"), "--data.val_samples=7")
     assert code == 2 and has_words(line, f"data.val={tmp_path}/new/val", "no sample of the timesteps {7}"), line
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -117,7 +117,7 @@ def test_validation_that_lacks_a_time_is_refused_before_the_first_step(attempt, 
 def test_an_evaluation_that_fails_loses_no_step(attempt, shapes_dir, dataset, tmp_path):
     """checkpoint.every_samples is 0 there."""
     again = micro_run(dataset, tmp_path / "run")
-    put_nan(dataset, "val", int(rng.order(0, 0, CFG.data.val_count)[-1]))  # opening meets others
+    put_nan(dataset, "val", int(rng.order(0, 0, CFG.data.val_samples)[-1]))  # opening meets others
     assert attempt(*again)[0] == 3 and saved_steps(tmp_path / "run") == [3]
     shutil.copy(shapes_dir / "val" / "shard_000000.tar", dataset / "val")
     assert attempt(*again)[0] == 0 and saved_steps(tmp_path / "run") == [3, 5]
@@ -139,7 +139,7 @@ def test_a_finished_run_is_kept_and_what_does_not_fit_is_refused(attempt, shapes
     assert attempt(*again)[0] == 0
     before = contents(run)
     for name, argv, words in (
-        ("train.py", again, [run, "run.dir", "run.overwrite=true"]),
+        ("train.py", again, [run, "run.dir", "run.start_fresh=true"]),
         ("eval.py", [run, "--model.double_blocks=3"], ["missing", "double_blocks.2."]),
         ("eval.py", [run, "--eval.bacth=3"], ["eval.batch"]),
         ("eval.py", [tmp_path], [tmp_path, "give a run, a checkpoint"]),
@@ -147,7 +147,7 @@ def test_a_finished_run_is_kept_and_what_does_not_fit_is_refused(attempt, shapes
         code, out, line = attempt(*argv, name=name)
         assert (code, out) == (2, "") and has_words(line, *words), line
     assert contents(run) == before
-    assert attempt(*again, "--run.overwrite=true", "--train.max_samples=12")[0] == 0
+    assert attempt(*again, "--run.start_fresh=true", "--train.max_samples=12")[0] == 0
     assert contents(tmp_path / "run.1") == before and len(lines(run, "eval.jsonl")) == 1
 
 
@@ -173,13 +173,13 @@ def test_a_port_in_use_is_refused(attempt, shapes_dir, tmp_path, monkeypatch):
 def test_ctrl_c_before_the_first_step_ends_at_once_with_one_line_and_leaves_nothing(
     attempt, shapes_dir, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(StepRunner, "warm_up", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(Trainer, "warm_up", lambda *_: signal.raise_signal(signal.SIGINT))
     code, _, line = attempt(*micro_run(shapes_dir, tmp_path / "run"))
     assert (code, line) == (130, "stopped by SIGINT") and not (tmp_path / "run").exists()
 
 
 def test_each_kind_of_error_is_one_line_and_a_code_and_a_defect_is_a_traceback(capsys, monkeypatch):
-    monkeypatch.setattr(errors, "LINGER_S", 0.0)
+    monkeypatch.setattr(cli, "LINGER_S", 0.0)
     cases = (
         (KeyboardInterrupt(), 130, "x: stopped by SIGINT"),
         (Refusal("two\nlines\x1b"), 2, "x: two lines\\x1b"),
@@ -206,13 +206,13 @@ def test_each_kind_of_error_is_one_line_and_a_code_and_a_defect_is_a_traceback(c
         def work(_: list[str], error: BaseException = error) -> int:
             raise error
 
-        assert errors.run("x", work, []) == code
+        assert cli.run("x", work, []) == code
         said = capsys.readouterr().err
         assert said.startswith(line) and (said.count("\n") == 1 or line == "Traceback"), said
 
 
 def test_one_rank_of_a_node_prints_the_line_and_a_rank_that_is_alone_with_its_error_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(errors, "LINGER_S", 0.0)
+    monkeypatch.setattr(cli, "LINGER_S", 0.0)
     for rank, alone, want in (
         ("1", False, ""),
         ("0", False, "train.py: bad key"),
@@ -220,7 +220,7 @@ def test_one_rank_of_a_node_prints_the_line_and_a_rank_that_is_alone_with_its_er
     ):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)
-        errors.complain("train.py", Refusal("bad key", alone))
+        cli.complain("train.py", Refusal("bad key", alone))
         assert capsys.readouterr().err.strip() == want
 
 
@@ -230,22 +230,22 @@ def test_a_terminal_that_goes_away_ends_nothing_and_a_full_disk_is_told(capfd, m
         reader, writer = opened()
         os.close(reader)
         with os.fdopen(writer, "w") as stream:
-            terminal = errors.Terminal(stream)
+            terminal = cli.Terminal(stream)
             print("lost", file=terminal, flush=True)
             print("lost, too", file=terminal, flush=True)
             assert terminal.fileno() == writer
     monkeypatch.setattr(sys, "stdout", None)  # as by `>&-`
-    assert errors.run("x", lambda _: print("lost") or 7, []) == 7
+    assert cli.run("x", lambda _: print("lost") or 7, []) == 7
     if os.path.exists("/dev/full"):
         with open("/dev/full", "w") as full, pytest.raises(OSError, match=r"No space left.*: '/dev/full'"):
-            print("lost", file=errors.Terminal(full), flush=True)
+            print("lost", file=cli.Terminal(full), flush=True)
 
 
 def test_a_command_ends_with_its_code_whatever_becomes_of_what_it_says(tmp_path):
     """Streams that are full, closed at the start, or of an encoding that lacks a letter."""
-    code = "import sys\nfrom flux_ref import errors\nfrom flux_ref.errors import Refusal\ndef task(argv):\n"
+    code = "import sys\nfrom flux_ref import cli\nfrom flux_ref.cli import Refusal\ndef task(argv):\n"
     code += "    print('café')\n    if argv: raise Refusal('no é')\n    return 0\n"
-    code += "errors.leave(errors.run('x', task, sys.argv[1:]))"
+    code += "cli.leave(cli.run('x', task, sys.argv[1:]))"
     for more, streams, want, said in (
         ("", ">/dev/full", 3, "x: <stdout>: No space left on device; free or mend its disk, or give another path"),
         ("", ">/dev/full 2>&1", 3, ""),
@@ -263,8 +263,8 @@ def test_a_command_ends_with_its_code_whatever_becomes_of_what_it_says(tmp_path)
 
 def met_by(rank: int) -> int:
     """A training sample that a rank of two meets first in step 1, and that opening does not meet."""
-    order = rng.order(CFG.train.seed, 0, CFG.data.train_count)
-    return next(int(order[p]) for p in data.rank_slice(CFG, 1, rank, 2) if 0 < order[p] < 49)
+    order = rng.order(CFG.train.seed, 0, CFG.data.train_samples)
+    return next(int(order[p]) for p in dataloader.rank_slice(CFG, 1, rank, 2) if 0 < order[p] < 49)
 
 
 @pytest.mark.slow
@@ -272,7 +272,7 @@ def test_two_ranks_speak_once(dataset):
     put_nan(dataset, "train", met_by(1))
     for code, override, words in (
         (2, "--train.global_batch=13", ["train.global_batch=13 is no multiple of 2, the number of ranks"]),
-        (3, "--run.hang_s=60", ["rank 1", f"sample {met_by(1)}: t5 holds NaN"]),
+        (3, "--run.watchdog_s=60", ["rank 1", f"sample {met_by(1)}: t5 holds NaN"]),
     ):
         arguments = micro_run(dataset, dataset / "run", "--data.kind=embeddings", override)
         process = script("train.py", *arguments, ranks=2, timeout=60)

@@ -9,11 +9,11 @@ from conftest import own_settings, refusal
 
 from flux_ref import config, ranks
 from flux_ref.report import commit
-from flux_ref.sharding import choose_compiler_folder
+from flux_ref.sharding import choose_compile_cache
 
 ME = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
 
-COMPILED = config.Config(parallel=config.ParallelConfig(compile=True))
+COMPILED = config.Config(compute=config.ComputeConfig(compile=True))
 
 
 def test_the_commit_is_told_without_writing_to_the_repository(tmp_path):
@@ -45,12 +45,12 @@ def test_compiled_code_is_kept_in_a_folder_of_the_user_and_of_nobody_else(tmp_pa
             monkeypatch.setenv("HOME", str(tmp_path))
             monkeypatch.setenv("XDG_CACHE_HOME", home and str(tmp_path / home))
             monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given and str(tmp_path / given))
-            choose_compiler_folder(COMPILED, world)
+            choose_compile_cache(COMPILED, world)
             own = tmp_path / want / "chosen_by_torch"
             assert stat.S_IMODE(own.stat().st_mode) == 0o700 and os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(own)
             torch._dynamo.reset()
             torch.compile(lambda x: x.sin() + 1)(torch.ones(9))
             assert [*(own / "fxgraph").iterdir()]
     monkeypatch.setattr(os, "geteuid", lambda: -1)
-    assert "belongs to another user" in refusal(choose_compiler_folder, COMPILED, world)
+    assert "belongs to another user" in refusal(choose_compile_cache, COMPILED, world)
     ranks.stop()

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import eval as eval_script
 from flux_ref import checkpoint, config_file
 from flux_ref.checkpoint import Checkpoint
-from flux_ref.pictures import sheet
+from flux_ref.pictures import artist
 from tools import export
 
 OFTEN = ["--eval.every_samples=24", "--checkpoint.every_samples=24", "--checkpoint.keep=9"]  # a loss for each of them
@@ -37,7 +37,7 @@ def logged(run: Path) -> list[dict]:
 def runs(shapes_dir, tmp_path_factory) -> tuple[Path, Path]:
     """A finished run with checkpoints of steps 2, 4, 5, and the same with an average of the weights."""
     folders = tmp_path_factory.mktemp("my runs") / "run", tmp_path_factory.mktemp("averaged") / "run"
-    for folder, own in zip(folders, ([], ["--optim.ema=24"])):
+    for folder, own in zip(folders, ([], ["--optim.ema_half_life=24"])):
         assert called("train.py", *micro_run(shapes_dir, folder, *OFTEN, *own)) == 0
     return folders
 
@@ -137,7 +137,7 @@ def test_the_average_is_evaluated_where_asked_for_and_so_is_what_was_exported(ru
         assert evaluate(path, "--json")[0] | {"weights": ""} == found[-1] | {"weights": ""}
     for path in (run, exported[1]):
         line = evaluate(path, "--ema", "--data.val=nowhere", code=2)
-        assert "hold no average of weights; --ema needs a checkpoint of a run with optim.ema above 0" in line
+        assert "hold no average of weights; --ema needs a checkpoint of a run with optim.ema_half_life above 0" in line
 
 
 def test_each_drawing_is_a_new_file_in_its_run_or_here(run, exported, evaluate, tmp_path):
@@ -158,16 +158,16 @@ def test_a_list_holds_a_prompt_on_each_line_and_only_newlines_end_lines(run, eva
     prompts = ["a cat\u2028on\x85a\x0bmat", "a\x1ddog"]  # str.splitlines would end a line at each of these
     (tmp_path / "list.txt").write_bytes(f"\r\n {prompts[0]} \r\n\r\n{prompts[1]}".encode())
     drawn = []
-    monkeypatch.setattr(sheet, "save", lambda pictures, captions, path: drawn.extend(captions))
+    monkeypatch.setattr(artist, "save", lambda pictures, captions, path: drawn.extend(captions))
     evaluate(run, f"--prompts={tmp_path}/list.txt", "--steps=1", "--draw-only")
     assert drawn == prompts
 
 
 def test_a_prompt_draws_as_its_stored_caption_and_guidance_takes_the_empty_one(run, evaluate, monkeypatch):
     drawn = []
-    monkeypatch.setattr(sheet, "save", lambda pictures, captions, path: drawn.append((captions, np.stack(pictures))))
+    monkeypatch.setattr(artist, "save", lambda pictures, captions, path: drawn.append((captions, np.stack(pictures))))
     for guidance in ("1", "30"):
-        evaluate(run, "--sample.count=3", "--steps=2", f"--guidance={guidance}")
+        evaluate(run, "--pictures.count=3", "--steps=2", f"--guidance={guidance}")
         captions, stored = drawn[-1]
         evaluate(run, *(f"--prompt={caption}" for caption in captions), "--steps=2", f"--guidance={guidance}")
         assert drawn[-1][0] == captions and len(set(captions)) == 3
@@ -179,14 +179,14 @@ REFUSED = {  # words of the line -> options
     "/here/none.toml is no file": ["--config=none.toml"],
     "autoencoder none.safetensors is no file": [
         "--data.kind=embeddings",
-        "--sample.count=1",
+        "--pictures.count=1",
         "--vae=none.safetensors",
     ],
     "has no ae.safetensors; fetch it: hf download": ["--data.kind=embeddings", "--prompt=x"],
     r"--prompt: invalid utf8 value: 'caf\udce9'": ["--prompt=caf\udce9"],
     "/here/none.txt is no file": ["--prompts=none.txt"],
     "data.val is empty; give --data.val=DIR, or --prompt=TEXT with --draw-only": ["--data.val="],
-    "--draw-only has nothing to draw": ["--draw-only", "--sample.count=0"],
+    "--draw-only has nothing to draw": ["--draw-only", "--pictures.count=0"],
     "eval.batch=0": ["--eval.batch=0"],
     "argument 'runs/other' is not --section.key=value": ["runs/other"],
 }

@@ -19,11 +19,11 @@ from run_files import column, event, events, require_equal_runs, saved_steps
 
 from flux_ref import files
 from flux_ref import report as report_module
-from flux_ref.alive import Alive
+from flux_ref.watchdog import Watchdog
 
 SHORT = (  # 6 steps, evaluations after 3 and 6, a checkpoint after every second
     *("--train.max_samples=72", "--eval.every_samples=36", "--checkpoint.every_samples=24", "--checkpoint.keep=99"),
-    *("--sample.count=1", "--sample.steps=1"),
+    *("--pictures.count=1", "--pictures.steps=1"),
 )
 
 
@@ -44,15 +44,15 @@ def calm(shapes_dir, tmp_path_factory) -> Path:
 @contextmanager
 def struck(step: int, act: Callable[[], object]) -> Iterator[None]:
     """In this block `act` is called after a step of a run."""
-    stop_point = Alive.stop_point
+    stop_point = Watchdog.stop_point
 
-    def strike(alive: Alive, place: str) -> None:
+    def strike(alive: Watchdog, place: str) -> None:
         if place == f"the end of step {step}":
             act()
         stop_point(alive, place)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Alive, "stop_point", strike)
+        patch.setattr(Watchdog, "stop_point", strike)
         yield
 
 

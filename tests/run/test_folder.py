@@ -14,9 +14,9 @@ from other_values import with_another
 from precision_ranks import SIZES
 from run_files import contents, flip, left_in, require_equal_runs, saved_steps
 
-from flux_ref import checkpoint, config, config_file, files, folder, ranks
+from flux_ref import checkpoint, config, config_file, files, ranks, run_folder
+from flux_ref.cli import Refusal
 from flux_ref.config import KEYS, Config
-from flux_ref.errors import Refusal
 from flux_ref.ranks import World
 from flux_ref.report import Reporter
 
@@ -65,8 +65,8 @@ def outcome(cfg: Config, world: World, begins: bool = False, sizes: dict[str, in
     """What becomes of a start: anew, from a checkpoint, or the reason of its refusal."""
     try:
         with ExitStack() as stack:
-            saved = stack.enter_context(folder.held(cfg, world, sizes))
-            told = folder.begin(cfg, world, saved, stack) if begins else ""
+            saved = stack.enter_context(run_folder.held(cfg, world, sizes))
+            told = run_folder.begin(cfg, world, saved, stack) if begins else ""
             way = f"from {saved.name}" if saved else "anew"
             return f"{way}; {told}" if told else way
     except Refusal as refusal:
@@ -104,13 +104,13 @@ def test_what_becomes_of_a_folder_and_nothing_changes_before_the_run_begins(cfg,
 def test_overwriting_renames_the_old_run_and_loses_nothing(cfg, world, monkeypatch):
     place = put(cfg, "finished")
     (place / "notes.txt").write_text("of somebody else")
-    own = config_file.replace(cfg, run__overwrite=True)
+    own = config_file.replace(cfg, run__start_fresh=True)
     before = contents(place)
     assert outcome(own, world) == "anew" and contents(place) == before
     for number in (1, 2):
         aside = Path(f"{place}.{number}")
         assert outcome(own, world, begins=True) == f"anew; the run that was in {place} lies in {aside}"
-        assert list(contents(place)) == ["config.toml"] and not config_file.load(place / "config.toml").run.overwrite
+        assert list(contents(place)) == ["config.toml"] and not config_file.load(place / "config.toml").run.start_fresh
     assert contents(Path(f"{place}.1")) == before
     put_checkpoints(cfg, place)
     assert outcome(own, world) == "from step_000000004", "a restart by torchrun, whose store knows of the run"
@@ -120,15 +120,19 @@ def test_two_jobs_never_share_a_folder_whatever_its_name(cfg, world):
     place = put(cfg, "saved")
     linked = place.with_name("linked")
     linked.symlink_to(place)
-    with folder.held(cfg, world, COUNTS):
-        for own in (cfg, config_file.replace(cfg, run__overwrite=True), config_file.replace(cfg, run__dir=str(linked))):
+    with run_folder.held(cfg, world, COUNTS):
+        for own in (
+            cfg,
+            config_file.replace(cfg, run__start_fresh=True),
+            config_file.replace(cfg, run__dir=str(linked)),
+        ):
             assert f"{place} is in use by another job; wait" in outcome(own, world)
     assert outcome(cfg, world) == "from step_000000004"
 
 
 def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg, world):
     put(cfg, "saved")
-    for key in KEYS.keys() - {"run.dir", "run.overwrite"}:
+    for key in KEYS.keys() - {"run.dir", "run.start_fresh"}:
         found = outcome(with_another(cfg, key), world)
         words = f"holds a run of another config or data: {key}="
         assert found == "from step_000000004" if KEYS[key].resume else words in found, key
@@ -156,7 +160,7 @@ def test_of_a_switch_only_what_begins_after_the_checkpoint_may_change(cfg, world
         ((past, later), (later,), False),
     ]
     for number, (there, given, goes_on) in enumerate(cases):
-        values = SIZES | {"parallel__dtype": "bf16", "train__max_samples": 96, "run__dir": f"{cfg.run.dir}_{number}"}
+        values = SIZES | {"compute__dtype": "bf16", "train__max_samples": 96, "run__dir": f"{cfg.run.dir}_{number}"}
         own = config_file.replace(cfg, **values)
         put(config_file.replace(own, precision__switch=there), "saved")
         found = outcome(config_file.replace(own, precision__switch=given), world)
@@ -216,7 +220,7 @@ def in_state(whole: Path, place: Path, state: str) -> None:
         left.write_text("half of")
 
 
-LIFE = {  # by state: what the same command does, and with run.overwrite=true
+LIFE = {  # by state: what the same command does, and with run.start_fresh=true
     "absent": ("begins", "begins"),
     "foreign": ("holds files but no run", "holds files but no run"),
     "without a checkpoint": ("moves aside", "moves aside"),
@@ -243,10 +247,10 @@ def test_the_life_of_a_folder_is_the_table_of_its_module(whole, shapes_dir, tmp_
                 shutil.rmtree(place)
                 assert attempt(*micro_run(shapes_dir, place), *seed)[0] == 0
             before = contents(place)
-            argv = (*micro_run(shapes_dir, place), f"--run.overwrite={overwrite}")
+            argv = (*micro_run(shapes_dir, place), f"--run.start_fresh={overwrite}")
             with ExitStack() as stack:
                 if state == "in use":
-                    stack.enter_context(files.lock(place / folder.LOCK, "by another job"))
+                    stack.enter_context(files.lock(place / run_folder.LOCK, "by another job"))
                 code, out, line = attempt(*argv)
             aside = Path(f"{place}.1")
             if code:
@@ -280,7 +284,7 @@ def test_a_config_in_a_run_is_for_this_run_only(whole, shapes_dir, tmp_path, att
     assert attempt(copy / "config.toml", "--train.max_samples=84")[0] == 0, "it names this folder from then on"
     (tmp_path / "link").symlink_to(run)
     assert attempt(tmp_path / "link" / "config.toml", longer)[0] == 0
-    assert attempt(*micro_run(shapes_dir, tmp_path / "link"), "--run.overwrite=true")[0] == 0
+    assert attempt(*micro_run(shapes_dir, tmp_path / "link"), "--run.start_fresh=true")[0] == 0
     assert (tmp_path / "link").is_symlink() and saved_steps(Path(f"{run}.1")) == [5, 6] and saved_steps(run) == [3, 5]
 
 

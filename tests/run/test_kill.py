@@ -22,7 +22,7 @@ VICTIMS = ("one rank", "everything", "launcher")
 MOMENTS = ("save", "start-up", "step", "save")
 STEPS_PER_KILL = 20  # more than an attempt gets on, or the run would be over too soon
 FIXED = (
-    *("--model.double_blocks=1", "--model.single_blocks=1", "--train.log_every_samples=12", "--run.hang_s=10"),
+    *("--model.double_blocks=1", "--model.single_blocks=1", "--train.log_every_samples=12", "--run.watchdog_s=10"),
     *("--eval.every_samples=84", "--checkpoint.every_samples=36"),
 )
 

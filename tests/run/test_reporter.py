@@ -13,11 +13,11 @@ from PIL import Image
 from run_files import lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flux_ref.alive import Alive
-from flux_ref.errors import Fault, Refusal, progress
+from flux_ref.cli import Fault, Refusal, progress
 from flux_ref.pictures import artist
 from flux_ref.report import Reporter, require_finite
-from flux_ref.step import NEVER
+from flux_ref.trainer import NEVER
+from flux_ref.watchdog import Watchdog
 
 
 def test_what_went_first_is_blamed():
@@ -31,7 +31,7 @@ def test_what_went_first_is_blamed():
     ):
         assert words in refusal(require_finite, flags, "flash", kind=Fault)
     for flags, kernel, names_it in (((2, 2), "cudnn", False), ((2, 1), "cudnn", True), ((2, 1), "flash", False)):
-        assert ("--parallel.attention=flash" in refusal(require_finite, [flags], kernel, kind=Fault)) == names_it
+        assert ("--compute.attention=flash" in refusal(require_finite, [flags], kernel, kind=Fault)) == names_it
 
 
 def test_a_board_that_fails_is_told_once_and_left(micro, capsys):
@@ -77,7 +77,7 @@ def test_in_a_log_file_a_bar_has_lines_of_its_own_and_messages_stand_as_they_are
 
 def test_a_sheet_at_the_end_is_judged_once_though_the_run_was_killed_behind_it(shapes_dir, tmp_path, monkeypatch):
     run = tmp_path / "run"
-    argv = micro_run(shapes_dir, run, "--sample.count=2", "--sample.steps=1", "--sample.every_samples=24")
+    argv = micro_run(shapes_dir, run, "--pictures.count=2", "--pictures.steps=1", "--pictures.every_samples=24")
 
     with monkeypatch.context() as patch:
         patch.setattr(Reporter, "conclude", Mock(side_effect=Fault("struck")))
@@ -88,9 +88,9 @@ def test_a_sheet_at_the_end_is_judged_once_though_the_run_was_killed_behind_it(s
 
 def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_dir, tmp_path, monkeypatch):
     run = tmp_path / "run"
-    own = ("--train.log_every_samples=12", "--sample.count=2", "--sample.steps=1", "--sample.every_samples=24")
+    own = ("--train.log_every_samples=12", "--pictures.count=2", "--pictures.steps=1", "--pictures.every_samples=24")
     argv = micro_run(shapes_dir, run, *own, "--checkpoint.every_samples=36")
-    stop_point = Alive.stop_point
+    stop_point = Watchdog.stop_point
 
     def struck(self, place: str) -> None:
         stop_point(self, place)
@@ -99,7 +99,7 @@ def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_
 
     monkeypatch.setattr(artist, "time", SimpleNamespace(perf_counter=itertools.count(0, -1000).__next__))
     with monkeypatch.context() as patch:
-        patch.setattr(Alive, "stop_point", struck)
+        patch.setattr(Watchdog, "stop_point", struck)
         assert called("train.py", *argv) == 3
     assert called("train.py", *argv) == 0
     board = EventAccumulator(str(run / "tensorboard")).Reload()

@@ -18,13 +18,12 @@ from conftest import micro_run, trained
 from killing import trained_on
 from run_files import column, contents, event, events, flip, lines, newest, require_equal_runs, saved_steps, what_counts
 
-from flux_ref import checkpoint
-from flux_ref.benchmark import closed
+from flux_ref import checkpoint, mlperf_closed
 from flux_ref.config import MllogConfig
 
 SHORT = (  # 12 steps, evaluations after 4, 8 and 12, a checkpoint after every second
     *("--train.max_samples=144", "--eval.every_samples=48", "--checkpoint.every_samples=24", "--checkpoint.keep=99"),
-    *("--train.log_every_samples=12", "--run.hang_s=0"),
+    *("--train.log_every_samples=12", "--run.watchdog_s=0"),
 )
 
 
@@ -69,7 +68,7 @@ def test_two_ranks_make_the_data_and_give_the_run_of_one_up_to_rounding(two_rank
     """test_sharding.py compares other numbers of ranks."""
     made, want = ({p.relative_to(d): p.read_bytes() for p in d.rglob("*.*")} for d in (two_ranks / "data", shapes_dir))
     assert made == want and len(want) == 4
-    assert called(tmp_path / "run", shapes_dir, *killing.LONG, "--run.hang_s=0") == 0
+    assert called(tmp_path / "run", shapes_dir, *killing.LONG, "--run.watchdog_s=0") == 0
     require_alike(two_ranks / "run", tmp_path / "run")
     assert column(two_ranks / "run", "samples") == list(range(12, 289, 12))
     assert event(two_ranks / "run", "eval_samples")["value"] == 45
@@ -100,7 +99,7 @@ def test_a_signal_to_one_rank_stops_all_and_any_number_of_ranks_goes_on(shapes_d
     assert code == 1 and re.search(r"stopped by SIGINT after step 1[5-9];", said), said
     with monkeypatch.context() as patched:
         killing.install(other / "records", "", patched.setattr)
-        assert called(other / "run", shapes_dir, *killing.LONG, "--run.hang_s=0") == 0
+        assert called(other / "run", shapes_dir, *killing.LONG, "--run.watchdog_s=0") == 0
     assert trained_on(other / "records") == want
     require_alike(other / "run", two_ranks / "run")
 
@@ -203,12 +202,17 @@ def test_a_resumed_run_says_so_and_is_never_valid_though_it_reaches_the_target(s
     folder, real = tmp_path / "run", killing.train.validation_loss
     better = lambda *args: dataclasses.replace(real(*args), val_loss=0.58)  # noqa: E731  than so small a model reaches
     monkeypatch.setattr(killing.train, "validation_loss", better)
-    spec = ("--eval.every_samples=262144", "--eval.target=0.586", "--data.evict=true", "--train.max_samples=48")
+    spec = (
+        "--eval.every_samples=262144",
+        "--eval.target=0.586",
+        "--data.drop_page_cache=true",
+        "--train.max_samples=48",
+    )
     spec += ("--mllog.submission_division=closed", "--mllog.rehearsal=true")
     assert called(folder, shapes_dir, *spec) == 0
     assert event(folder, "run_stop")["metadata"]["status"] == "success"
     assert "disqualified" not in [event["key"] for event in events(folder)]
-    assert json.loads((folder / "outcome.json").read_text())["not_a_timed_result"] == closed.REHEARSAL
+    assert json.loads((folder / "outcome.json").read_text())["not_a_timed_result"] == mlperf_closed.REHEARSAL
     accepted, output = check(folder / "result_0.txt", MllogConfig.ruleset)
     assert accepted, output
 

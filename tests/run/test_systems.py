@@ -10,7 +10,11 @@ from conftest import MICRO, micro_run, script
 def test_a_python_without_the_names_and_files_that_only_linux_has_does_it_all(ranks, tmp_path):
     run, data = tmp_path / "run", tmp_path / "data"
     commands = [
-        [0, "train", *micro_run(data, run, "--data.evict=true", "--train.max_samples=12", "--sample.count=1")],
+        [
+            0,
+            "train",
+            *micro_run(data, run, "--data.drop_page_cache=true", "--train.max_samples=12", "--pictures.count=1"),
+        ],
         [0, "eval", str(run), "--prompt=a red circle"],
         [0, "tools.prepare.commands", "verify", str(data), f"--config={MICRO}"],
         [1, "tools.report.__main__", str(run)],  # one run is no score

@@ -14,8 +14,8 @@ from PIL import Image
 from run_files import column, event, events, lines
 
 from flux_ref import config, config_file
-from flux_ref.benchmark.mllog import BenchmarkLog
-from flux_ref.errors import Refusal
+from flux_ref.cli import Refusal
+from flux_ref.mlperf_log import BenchmarkLog
 from flux_ref.model import parameter_table
 from flux_ref.pictures import artist
 
@@ -106,7 +106,7 @@ def test_reaching_the_target_stops_early_with_success(run, plain):
 
 
 def test_a_run_without_a_validation_set_trains_alike_and_draws_captions_of_its_training_set(run, plain, capsys):
-    folder = run("--data.val=", "--train.log_every_samples=48", "--sample.count=1")
+    folder = run("--data.val=", "--train.log_every_samples=48", "--pictures.count=1")
     assert names(folder) == FILES - {"eval.jsonl"} | PICTURES
     assert column(folder, "samples") == [48, 60] and column(folder, "loss") == column(plain, "loss")[3:]
     require_identical(trained(folder, ""), trained(plain, ""))
@@ -118,7 +118,7 @@ def test_a_run_without_a_validation_set_trains_alike_and_draws_captions_of_its_t
 
 
 def test_events_come_in_the_benchmarks_order(run, plain):
-    found = events(run("--data.evict=true", "--train.max_samples=72"))
+    found = events(run("--data.drop_page_cache=true", "--train.max_samples=72"))
     keys = [line["key"] for line in found]
     block = ["block_start", "block_stop", "eval_start", "eval_accuracy", "averaged_validation_loss", "eval_stop"]
     assert keys[:2] == ["cache_clear", "init_start"]
@@ -150,16 +150,16 @@ def test_no_group_is_made_after_run_start(run, monkeypatch):
     new_group, run_start = dist.new_group, BenchmarkLog.run_start
     monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: (made.append(kwargs), new_group(*args, **kwargs))[1])
     monkeypatch.setattr(BenchmarkLog, "run_start", lambda log: (started.append(len(made)), run_start(log))[1])
-    run("--sample.count=1", "--sample.every_samples=24")
+    run("--pictures.count=1", "--pictures.every_samples=24")
     assert started == [len(made)] and len(made) >= 2, made
 
 
 def test_a_refusal_leaves_no_folder(run, capsys):
-    pictures = ("--data.train_count=0", "--sample.count=1", "--sample.vae=none.safetensors")
+    pictures = ("--data.train_samples=0", "--pictures.count=1", "--pictures.vae=none.safetensors")
     for options, words in (
-        (("--data.val_count=46",), "holds 45 samples, data.val_count=46 asks for 46"),
-        (("--graph.enabled=on",), "graph.enabled=on cannot be honoured: a device of type cpu"),
-        (("--data.val_count=0", *pictures), "autoencoder none.safetensors is no file"),  # looked at before training
+        (("--data.val_samples=46",), "holds 45 samples, data.val_samples=46 asks for 46"),
+        (("--compute.cuda_graphs=on",), "compute.cuda_graphs=on cannot be honoured: a device of type cpu"),
+        (("--data.val_samples=0", *pictures), "autoencoder none.safetensors is no file"),  # looked at before training
     ):
         assert not run("--data.kind=embeddings", *options, code=2).exists()
         assert words in capsys.readouterr().err
@@ -171,16 +171,16 @@ def test_what_fails_after_training_does_not_take_the_run_with_it(run, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(artist.Artist, "paint", refuse)
-        folder = run("--sample.count=1", code=2)
+        folder = run("--pictures.count=1", code=2)
     assert names(folder) == FILES - {"outcome.json"} and trained(folder)
     assert event(folder, "run_stop")["metadata"]["samples_count"] == 60
-    assert names(run("--sample.count=1")) == FILES | PICTURES
+    assert names(run("--pictures.count=1")) == FILES | PICTURES
 
 
-FIRST_TINY = "--model.single_blocks=2 --train.global_batch=60 --train.timestep=uniform"
-FIRST_RATE = "--optim.lr=3e-3 --optim.decay_steps=0 --optim.weight_decay=0.1"
-SHORT = "--train.max_samples=360 --train.log_every_samples=60 --eval.every_samples=360 --sample.count=0"
-FEW = "--data.train_count=240 --data.val_count=72 --checkpoint.save=false"
+FIRST_TINY = "--model.single_blocks=2 --train.global_batch=60 --train.timestep_sampling=uniform"
+FIRST_RATE = "--optim.lr=3e-3 --optim.decay_end_step=0 --optim.weight_decay=0.1"
+SHORT = "--train.max_samples=360 --train.log_every_samples=60 --eval.every_samples=360 --pictures.count=0"
+FEW = "--data.train_samples=240 --data.val_samples=72 --checkpoint.save=false"
 
 
 def test_the_tiny_that_older_figures_are_of_gives_its_losses(tmp_path, monkeypatch):

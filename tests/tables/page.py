@@ -14,7 +14,7 @@ import made_logs
 
 from flux_ref import config_file, weights
 from flux_ref.config import KEYS, Config
-from flux_ref.model import parameter_table, start_of
+from flux_ref.model import init_spec, parameter_table
 from flux_ref.precision.policy import layers
 from tools.shared import communication, flops
 
@@ -64,7 +64,7 @@ GB that a rank sends in rings per optimizer step of one micro-batch. It receives
 - n: ranks that hold one copy of the weights together; r: copies; m: micro-batches of a step.
 - W: elements of all parameters, with the padding that makes the n shards of each parameter equal.
 - E: elements of the parameters outside of blocks, padded in the same way.
-- g: bytes of parallel.dtype. s: bytes of parallel.reduce_dtype. bf16 has 2, fp32 4.
+- g: bytes of compute.dtype. s: bytes of parallel.reduce_dtype. bf16 has 2, fp32 4.
 
 | collective | when | bytes |
 | --- | --- | --- |
@@ -99,12 +99,12 @@ def keys() -> Iterator[list[str]]:
 
 def parameters() -> Iterator[list[object]]:
     """Every parameter. A row stands for the parameters of one name in all blocks of a kind."""
-    parts = weights.diffusers_parts(BENCHMARK.model)
+    parts = weights.parts_from_diffusers(BENCHMARK.model)
     counts = Counter(map(_fold, SHAPES))
     for name, shape in SHAPES.items():
         if re.search(r"blocks\.[1-9]", name):  # is equal to block 0's
             continue
-        kind, width = start_of(name, shape)
+        kind, width = init_spec(name, shape)
         module, _, leaf = name.rpartition(".")
         is_fp8 = leaf == "weight" and module in layers(BENCHMARK.model)
         theirs = ", ".join(f"`{other}`" for other in dict.fromkeys(_fold(part.name) for part in parts[name]))

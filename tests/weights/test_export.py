@@ -11,7 +11,7 @@ from peer_net import diffusers_forward, diffusers_twin, random_inputs, relative_
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from flux_ref import config_file, errors, weights
+from flux_ref import cli, config_file, weights
 from tools import export
 
 CFG = config_file.load(MICRO)
@@ -73,7 +73,7 @@ def test_what_is_there_stays_and_what_breaks_off_leaves_nothing(saved, tmp_path,
     before = saved.read_bytes()
     for layout in ("bfl", "diffusers"):
         argv = [str(saved), str(tmp_path / "out"), f"--format={layout}", f"--config={MICRO}"]
-        assert errors.run("export", export.main, argv) == 3
+        assert cli.run("export", export.main, argv) == 3
         argv[1] = str(saved)
         assert "saved.safetensors exists; choose another" in refusal(export.main, argv)
         assert [*tmp_path.iterdir()] == [saved] and saved.read_bytes() == before

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flux_ref import errors
-from flux_ref.errors import Options, Refusal
+from flux_ref import cli
+from flux_ref.cli import Options, Refusal
 from flux_ref.files import read_json
 from tools.golden import places
 from tools.golden.files import FOLDER, INDEX, MISTAKES, Golden, Value, Values, read_tensors
@@ -133,7 +133,7 @@ def report(golden: Golden, dump: Values) -> tuple[int, int, int]:
     if not differences and (own := own_losses(golden, dump)):
         differences = [own]
     missing = [value.name for value in golden.values if value.name not in dump and not value.given]
-    unknown = [errors.printable(name)[:100] for name in sorted(dump.keys() - golden.arrays.keys())]
+    unknown = [cli.printable(name)[:100] for name in sorted(dump.keys() - golden.arrays.keys())]
 
     print(f"{len(common)} values compared, {len(differences)} differ, {len(missing)} missing, {len(unknown)} unknown")
     if differences:
@@ -196,4 +196,4 @@ def run(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    return errors.run("golden", run, argv)
+    return cli.run("golden", run, argv)

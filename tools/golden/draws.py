@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from flux_ref import model, rng, schedule
-from flux_ref.benchmark.closed import TRAIN_SAMPLES
 from flux_ref.config import Config, OptimConfig, TrainConfig
+from flux_ref.mlperf_closed import TRAIN_SAMPLES
 from tools.golden import places
 from tools.golden.files import Values
 from tools.golden.forward import Replay
@@ -45,13 +45,8 @@ def draws(run: Replay) -> Values:
     }
     for name in ("draws.t.shift", "draws.t.logit_normal", "draws.t.logit_normal_shift"):
         about = places.inputs_of(name)
-        train = replace(
-            cfg.train,
-            timestep=about["timestep"],
-            timestep_mean=about["mean"],
-            timestep_width=about["width"],
-            timestep_shift=about["shift"],
-        )
+        keys = "timestep_sampling", "logit_mean", "logit_std", "timestep_shift"
+        train = replace(cfg.train, **{key: about[key] for key in keys})
         other = [rng.train_draw(train, epoch, i, (2,)) for i in samples]
         values[name] = np.array([draw.t for draw in other], np.float32)
 
@@ -99,9 +94,9 @@ def full_net(_: Replay) -> Values:
     tokens = places.inputs_of("full.rope")["tokens"]
     about = places.inputs_of("full.init.piece")
     name = about["name"]
-    kind, width = model.start_of(name, tuple(net.get_parameter(name).shape))
+    kind, width = model.init_spec(name, tuple(net.get_parameter(name).shape))
     return {
         "full.rope": table[tokens].numpy(),
         "full.rope.sums": table.double().sum(0).float().numpy(),
-        "full.init.piece": rng.start_values(FULL_SEED, name, kind, width, about["first"], about["count"]),
+        "full.init.piece": rng.init_values(FULL_SEED, name, kind, width, about["first"], about["count"]),
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import safetensors
 
-from flux_ref.errors import Refusal, printable
+from flux_ref.cli import Refusal, printable
 from flux_ref.files import read_json
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"

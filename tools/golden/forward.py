@@ -7,11 +7,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from flux_ref import config_file, flow, latents, model, sharding
+from flux_ref import config_file, flow, model, sharding
 from flux_ref.config import Config, ModelConfig
-from flux_ref.data import Batch
+from flux_ref.dataloader import Batch
 from flux_ref.ranks import World
-from flux_ref.step_runner import State
+from flux_ref.trainer import TrainState
 from tools.golden import places
 from tools.golden.files import Values
 
@@ -40,7 +40,7 @@ class Replay(NamedTuple):
     def weights(self) -> Tensors:
         return self.tensors("weights.")
 
-    def start(self) -> State:
+    def start(self) -> TrainState:
         """The state of a run that starts from the given weights."""
         net = sharding.build(self.cfg, self.world, None)
         weights = self.weights()
@@ -48,7 +48,7 @@ class Replay(NamedTuple):
             for name, parameter in sharding.named_parameters(net).items():
                 first, rows = sharding.local_rows(parameter)
                 rows.copy_(weights[name][first : first + len(rows)])
-        return State(net, self.cfg, self.world)
+        return TrainState(net, self.cfg, self.world)
 
 
 def plain(cfg: ModelConfig, weights: Tensors, dtype: torch.dtype = torch.float32) -> model.Flux:
@@ -97,16 +97,16 @@ def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
     with patch.object(model, "attention", attend):
         losses = flow.losses(net, batch, dtype)
     losses.mean().backward()
-    latent = latents.sample(batch["mean"], batch["logvar"], batch["latent_eps"])
+    latent = flow.sample(batch["mean"], batch["logvar"], batch["latent_eps"])
     noise = batch["noise"]
 
     values |= {
         "rope": net.rope,
         "latent": latent,
         "x_t": flow.interpolate(latent, noise, batch["t"]),
-        "target": latents.pack(noise - latent),
+        "target": flow.pack(noise - latent),
         "img": values["img_in.input"],
-        "time_waves": model.time_waves(batch["t"]),
+        "timestep_embedding": model.timestep_embedding(batch["t"]),
         "vec": values["double_blocks.0.img_mod.input"],
         "prediction": values["final_layer.linear"],
         "losses": losses,

@@ -5,19 +5,19 @@ import re
 import torch
 from torch import nn
 
-from flux_ref import flow, latents, model
+from flux_ref import flow, model
 from flux_ref.config import Config, PrecisionConfig
 from flux_ref.precision.casts import scale_of_magnitude
 from flux_ref.precision.fp8 import cast, magnitudes, scales_of
 from flux_ref.precision.linear import PolicyLinear
-from flux_ref.precision.stages import Precision
+from flux_ref.precision.recipe import LowPrecisionRecipe
 from tools.golden import places
 from tools.golden.forward import Replay, Tensors, named, passed, plain
 from tools.golden.training import batches
 
 LAYER = "single_blocks.0.linear1"  # as a policy names a linear; any will do
 KEPT = re.compile(
-    r"time_waves|rope|vec|(double|single)_blocks\.\d+(\.img|\.txt)?|(double|single)_blocks\.0\.attention\.q"
+    r"timestep_embedding|rope|vec|(double|single)_blocks\.\d+(\.img|\.txt)?|(double|single)_blocks\.0\.attention\.q"
     r"|x_t|target|prediction|loss.*|grad\.norms"
 )
 E4M3 = torch.float8_e4m3fn
@@ -40,10 +40,10 @@ def operations(run: Replay) -> Tensors:
     about = places.inputs_of("bf16.only.rope")
     text = torch.zeros(about["text_tokens"], 3, dtype=torch.float64)
     height, width = about["grid"]
-    positions = torch.cat((text, latents.image_positions(2 * height, 2 * width)))
+    positions = torch.cat((text, flow.image_positions(2 * height, 2 * width)))
     table = model.rope_table(positions, about["axes"], about["theta"])
 
-    both = model.QKNorm(16)
+    both = model.QKNormRope(16)
     both.query_norm.scale = both.key_norm.scale = nn.Parameter(x["rope.norm"])
 
     scaled = model.RMSNorm(16)
@@ -52,8 +52,8 @@ def operations(run: Replay) -> Tensors:
     # The latent is zero, so the target is the noise.
     target = fed["loss.target"]
     batch = {name: torch.zeros(1) for name in ("logvar", "latent_eps", "t5", "clip", "t")}
-    batch["mean"] = torch.full((1,), latents.SHIFT)
-    batch["noise"] = latents.unpack(target, 4, 6)
+    batch["mean"] = torch.full((1,), flow.SHIFT)
+    batch["noise"] = flow.unpack(target, 4, 6)
     results = {
         "linear": nn.functional.linear(x["linear.x"], x["linear.weight"]),
         "rms_norm": scaled.bfloat16()(x["rope.x"]),
@@ -101,7 +101,7 @@ def delayed_scales(run: Replay) -> Tensors:
     about = places.inputs_of("fp8.delayed.scale")
     keys = {"precision__preset": "fp8_delayed", "precision__history": about["history"], "precision__dynamic_steps": 0}
     keys |= {"model__hidden": 48, "model__rope_axes": [4, 6, 6]}  # FP8 takes multiples of 16
-    recipe = Precision(run.replaced(parallel__dtype="bf16", **keys).cfg)
+    recipe = LowPrecisionRecipe(run.replaced(compute__dtype="bf16", **keys).cfg)
     net = model.Flux(recipe.cfg.model)
     recipe.convert(net, torch.device("cpu"))
     recipe.find(net, torch.device("cpu"))

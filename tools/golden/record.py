@@ -21,8 +21,8 @@ import torch.distributed as dist
 from safetensors.numpy import save
 from torch.distributed.device_mesh import init_device_mesh
 
-from flux_ref import config_file, errors, ranks
-from flux_ref.errors import Options
+from flux_ref import cli, config_file, ranks
+from flux_ref.cli import Options
 from flux_ref.files import whole, write_whole
 from flux_ref.ranks import World
 from tools.golden import places
@@ -144,4 +144,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(errors.run("golden", main, sys.argv[1:]))
+    sys.exit(cli.run("golden", main, sys.argv[1:]))

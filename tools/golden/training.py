@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flux_ref import data, evaluate, flow, optim, schedule, sharding, shards, step, step_runner
+from flux_ref import dataloader, dataset, evaluate, flow, optim, schedule, sharding, trainer
 from flux_ref.config import Config
 from flux_ref.sharding import ShardedFlux
-from flux_ref.step import Health
-from flux_ref.step_runner import State
+from flux_ref.trainer import Health, TrainState
 from tools.golden import places
 from tools.golden.draws import drawn_at
 from tools.golden.files import Values
@@ -24,7 +23,7 @@ from tools.golden.forward import WHOLE, Recorded, Replay, Tensors, gradients, na
 CPU = torch.device("cpu")
 STEPS = 6  # the learning rate leaves its warm-up after the second, and epochs begin in the third and the sixth
 ROWS = 4  # of an initial weight
-BATCH = (*shards.MEMBERS, "t", "latent_eps", "noise")
+BATCH = (*dataset.MEMBERS, "t", "latent_eps", "noise")
 PARTS = {"train__global_batch": 4, "train__micro_batch": 1}  # of the run on two ranks
 RANKS = 2
 RANKS_STEP = 1  # has the positions 4 to 7: the first epoch ends inside of rank 0
@@ -46,7 +45,7 @@ def clipping(run: Replay) -> Tensors:
     return {"clip.clipped": moments(state)["exp_avg"]["single_blocks.1.norm.query_norm.scale"]}
 
 
-def moments(state: State) -> dict[str, Tensors]:
+def moments(state: TrainState) -> dict[str, Tensors]:
     """The moments by kind and name."""
     return {kind: dict(zip(state.opt.names, tensors)) for kind, tensors in state.opt.states().items()}
 
@@ -58,23 +57,23 @@ def init(run: Replay) -> Tensors:
     return named("init", values | {"norms": norms(initial)})
 
 
-def batches(cfg: Config, rank: int, size: int, first: int) -> Iterator[tuple[Values, data.Batch]]:
+def batches(cfg: Config, rank: int, size: int, first: int) -> Iterator[tuple[Values, dataloader.Batch]]:
     """What a rank takes in the steps from `first` on: epoch, sample, drop and time of each row; and the batch.
 
     Steps count from 0. The batch is filled anew for each step.
     """
     train = cfg.train
-    train_set = data.TrainSet(cfg, rank, size, pin=False)
+    train_set = dataloader.TrainSet(cfg, rank, size, pin=False)
     train_set.open()
-    batch = data.allocate(cfg.model, train.global_batch // size)
+    batch = dataloader.allocate(cfg.model, train.global_batch // size)
     with closing(train_set.feed(first * train.global_batch)) as feed:
         for number in count(first):
-            data.copy_next(feed, batch)
-            rows = drawn_at(data.rank_slice(cfg, number, rank, size), cfg.data.train_count, train)
+            dataloader.copy_next(feed, batch)
+            rows = drawn_at(dataloader.rank_slice(cfg, number, rank, size), cfg.data.train_samples, train)
             yield rows | {"t": batch["t"].numpy().copy()}, batch
 
 
-def losses_of(cfg: Config, weights: Tensors, batch: data.Batch) -> Tensor:
+def losses_of(cfg: Config, weights: Tensors, batch: dataloader.Batch) -> Tensor:
     """The loss of each row, without gradients."""
     with torch.no_grad():
         return flow.losses(plain(cfg.model, weights), batch, torch.float32)
@@ -96,7 +95,7 @@ def training(run: Replay) -> Recorded:
             values[f"{place}.losses"] = losses_of(cfg, local(state.net), batch)
 
         state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim))
-        loss, norm = step.train_step(state.net, state.opt, batch, Health(CPU), cfg)
+        loss, norm = trainer.train_step(state.net, state.opt, batch, Health(CPU), cfg)
 
         coefficient = (cfg.optim.clip_norm / (norm + optim.CLIP_EPS)).clamp(max=1.0)
         done = {"loss": loss, "grad_norm": norm, "clip_coefficient": coefficient, "lr": state.opt.lr.clone()}
@@ -106,7 +105,7 @@ def training(run: Replay) -> Recorded:
     return values
 
 
-def after_step(state: State, initial: Tensors, with_moments: bool) -> Tensors:
+def after_step(state: TrainState, initial: Tensors, with_moments: bool) -> Tensors:
     """Norms of the moments, weights, and how far the weights have moved. with_moments: some moments, too."""
     values: Tensors = {}
     for kind, tensors in moments(state).items():
@@ -135,7 +134,7 @@ def on_two_ranks(run: Replay) -> Recorded:
         losses = flow.losses(net, batch, torch.float32)
         (losses.mean() / RANKS).backward()  # gradients add up over ranks
         state = run.start()
-        loss, norm = step.train_step(state.net, state.opt, batch, Health(CPU), cfg)
+        loss, norm = trainer.train_step(state.net, state.opt, batch, Health(CPU), cfg)
         each.append(rows | {"losses": losses.detach(), "loss": loss, "grad_norm_of_rank": norm})
 
     values: Recorded = {name: np.stack([row[name] for row in each]) for name in each[0]}
@@ -151,7 +150,7 @@ def far(run: Replay) -> Recorded:
 
 def step_in_bf16(run: Replay) -> Tensors:
     """A step of two micro-batches in bf16: the gradient that they add up to, a weight after it, how far it moved."""
-    run = run.replaced(parallel__dtype="bf16", train__micro_batch=1)
+    run = run.replaced(compute__dtype="bf16", train__micro_batch=1)
     cfg = run.cfg
     state = run.start()
     state.opt.lr.fill_(schedule.lr(0, cfg.optim))
@@ -166,7 +165,7 @@ def step_in_bf16(run: Replay) -> Tensors:
         return update()
 
     with patch.object(state.opt, "step", noted):
-        step.train_step(state.net, state.opt, batch, Health(CPU), cfg)
+        trainer.train_step(state.net, state.opt, batch, Health(CPU), cfg)
     after = local(state.net)[WEIGHT]
     moved = (after - before).sum(1)
     return named("bf16.step", values | {f"weights.{WEIGHT}": after, f"moved.{WEIGHT}": moved})
@@ -174,9 +173,9 @@ def step_in_bf16(run: Replay) -> Tensors:
 
 def validated(run: Replay, samples: int) -> evaluate.Validation:
     """The validation of the given weights. Its noise is named after the number of training samples before it."""
-    val_set = data.ValSet(run.cfg, 0, 1, pin=False)
+    val_set = dataloader.ValSet(run.cfg, 0, 1, pin=False)
     val_set.open()
-    return evaluate.validation_loss(step_runner.StepRunner(run.start(), run.cfg, run.world), val_set, samples)
+    return evaluate.validation_loss(trainer.Trainer(run.start(), run.cfg, run.world), val_set, samples)
 
 
 def later_validation(run: Replay) -> Tensors:
@@ -189,13 +188,13 @@ def later_validation(run: Replay) -> Tensors:
 def validation(run: Replay) -> Recorded:
     """The validation loss before training. The last batch holds one sample; its other rows are padding."""
     cfg = run.cfg
-    val_set = data.ValSet(cfg, 0, 1, pin=False)
+    val_set = dataloader.ValSet(cfg, 0, 1, pin=False)
     val_set.open()
-    batch = data.allocate(cfg.model, cfg.eval.batch)
+    batch = dataloader.allocate(cfg.model, cfg.eval.batch)
     parts: list[Tensors] = []
     with closing(val_set.feed(0)) as feed:
         for _ in range(val_set.batches):
-            data.copy_next(feed, batch)
+            dataloader.copy_next(feed, batch)
             found = batch | {"losses": losses_of(cfg, run.weights(), batch)}
             is_sample = batch["timestep"] >= 0
             parts.append({name: found[name][is_sample] for name in ("t", "latent_eps", "noise", "losses")})

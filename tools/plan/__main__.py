@@ -1,6 +1,6 @@
 import sys
 
-from flux_ref import errors
+from flux_ref import cli
 from tools.plan.commands import main
 
-sys.exit(errors.run("plan", main, sys.argv[1:]))
+sys.exit(cli.run("plan", main, sys.argv[1:]))

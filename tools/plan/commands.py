@@ -6,8 +6,8 @@
 
 --measured takes the rates that tools.preflight --json wrote on these machines in place of a card's datasheet and of
 shares that were fitted elsewhere. --step shows the parts of a report of bench.step --profile beside the plan.
---layouts searches train.micro_batch, parallel.activation_budget and parallel.kept_regions for the fastest steps that
-fit the card. Where the config itself does not fit, the search runs by itself.
+--layouts searches train.micro_batch, compute.activation_memory_budget and parallel.kept_regions for the fastest steps
+that fit the card. Where the config itself does not fit, the search runs by itself.
 
 Exit codes: 0 done, 1 the config does not fit the card, 2 refused.
 """
@@ -15,10 +15,10 @@ Exit codes: 0 done, 1 the config does not fit the card, 2 refused.
 import textwrap
 from pathlib import Path
 
-from flux_ref import config_file, files, shards
-from flux_ref.benchmark.closed import TRAIN_SAMPLES
+from flux_ref import config_file, dataset, files
+from flux_ref.cli import Options, Refusal, between
 from flux_ref.config import EvalConfig
-from flux_ref.errors import Options, Refusal, between
+from flux_ref.mlperf_closed import TRAIN_SAMPLES
 from flux_ref.precision import policy
 from tools.plan import hardware, plan, step_time
 from tools.plan.memory import checkpoint_bytes
@@ -55,9 +55,9 @@ def main(argv: list[str]) -> int:
     gpu, assumed = loaded
     machine = Machine(gpu, assumed, args.gpus)
     one = plan.make(cfg, machine)
-    label = cfg.precision.preset if policy.narrowest(cfg) else cfg.parallel.dtype
+    label = cfg.precision.preset if policy.narrowest(cfg) else cfg.compute.dtype
     fits = one.total <= one.card
-    disk = shards.layout(cfg.model).stride * ((cfg.data.train_count or TRAIN_SAMPLES) + one.val_count)
+    disk = dataset.layout(cfg.model).stride * ((cfg.data.train_samples or TRAIN_SAMPLES) + one.val_samples)
     checkpoint = checkpoint_bytes(cfg) * one.layout.parameters
 
     lines = [
@@ -103,13 +103,13 @@ def beside(one: Plan, report: dict) -> list[str]:
 def layouts(found: list[Plan]) -> list[str]:
     """A table of the first of some plans."""
     rows = [
-        f"{one.rows:13}{one.cfg.parallel.activation_budget:19}{one.cfg.parallel.kept_regions:14}"
+        f"{one.rows:13}{one.cfg.compute.activation_memory_budget:26}{one.cfg.parallel.kept_regions:14}"
         f"{one.total / GB:9.1f}{one.times.step:14.4g}"
         for one in found[:SHOWN]
     ]
     return [
         f"{len(found)} layouts leave {plan.SPARE / GB:g} GB free; the fastest:",
-        "  micro_batch  activation_budget  kept_regions     GB   s of a step",
+        "  micro_batch  activation_memory_budget  kept_regions     GB   s of a step",
         *rows,
     ]
 
@@ -138,6 +138,6 @@ def time(one: Plan, price: float) -> list[str]:
         f"an evaluation {one.evaluation:.1f} s",
         f"{goal}: {one.samples:,.0f} samples, {one.evaluations} evaluations",
         f"  {whole:,.1f} hours ({whole / off:,.1f} to {whole * off:,.1f}), {hours:,.0f} GPU hours{cost}",
-        f"shares of the card's peaks: {assumed.gemm_share:g} of arithmetic, {assumed.memory_share:g} of bandwidth; "
+        f"shares of the card's peaks: {assumed.gemm_share:g} of recipe, {assumed.memory_share:g} of bandwidth; "
         f"{assumed.source}; times may be off by a factor of {off:g}",
     ]

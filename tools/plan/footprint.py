@@ -27,13 +27,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from flux_ref import flow, ranks, sharding
-from flux_ref.arithmetic import DTYPES
 from flux_ref.config import Config
-from flux_ref.data import Batch, fields
+from flux_ref.dataloader import Batch, fields
 from flux_ref.model import Flux
 from flux_ref.precision import fp8, linear, policy
-from flux_ref.precision.fp8 import Codes, Remembered, Scales
+from flux_ref.precision.fp8 import Codes, DelayedScaling, Scales
 from flux_ref.precision.linear import PolicyLinear
+from flux_ref.precision.recipe import DTYPES
 from tools.shared import communication
 from tools.shared.communication import ROOT, Layout
 
@@ -88,7 +88,7 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
     as fp8.architecture names it; it decides the layouts of FP8.
     """
     model = cfg.model
-    dtype = DTYPES[cfg.parallel.dtype]
+    dtype = DTYPES[cfg.compute.dtype]
     tokens = {"double": (model.image_tokens, model.text_tokens), "single": (model.text_tokens + model.image_tokens,)}
     footprints = {}
     # The tensors claim to be on a CPU, which would decode FP8. The traced device has a kernel for it.
@@ -96,10 +96,10 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
         for kind, lengths in communication.region_lengths(cfg).items():
             for length in set(lengths):
                 net = _net(cfg, arch, length)
-                region = sharding.Region([*getattr(net, f"{kind}_blocks")], cfg.parallel.recompute)
+                region = sharding.Region([*getattr(net, f"{kind}_blocks")], cfg.compute.activation_checkpointing)
                 sizes = [*((rows, n, model.hidden) for n in tokens[kind]), (rows, model.hidden)]  # streams and vec
                 inputs = [torch.zeros(size, dtype=dtype, requires_grad=True) for size in sizes]
-                footprints[f"{kind} {length}"] = _footprint(region, (*inputs, net.rope), cfg, cfg.parallel.compile)
+                footprints[f"{kind} {length}"] = _footprint(region, (*inputs, net.rope), cfg, cfg.compute.compile)
         batch = {name: torch.zeros((rows, *shape), dtype=kind) for name, (shape, kind) in fields(model).items()}
         ends = Ends(_net(cfg, arch, 0), dtype)  # without blocks; it and the loss are never compiled
         footprints[ROOT] = _footprint(ends, (batch,), cfg, compiled=False)
@@ -122,7 +122,7 @@ def _net(cfg: Config, arch: str, length: int) -> Flux:
     before = torch.get_default_dtype()
     model = dataclasses.replace(cfg.model, double_blocks=length, single_blocks=length)
     cfg = dataclasses.replace(cfg, model=model)
-    torch.set_default_dtype(DTYPES[cfg.parallel.dtype])  # fake tensors cannot be cast in place
+    torch.set_default_dtype(DTYPES[cfg.compute.dtype])  # fake tensors cannot be cast in place
     try:
         net = Flux(model)
     finally:
@@ -179,14 +179,14 @@ def _footprint(module: nn.Module, inputs: tuple, cfg: Config, compiled: bool) ->
         )
         outputs = _tensors(traced(parameters, given, *inputs))
     forward, backward = (_pass(graph, compiled) for graph in graphs)
-    if getattr(module, "recompute", "none") == "none":
+    if getattr(module, "activation_checkpointing", "none") == "none":
         return Footprint(forward, backward)
     again = Pass(*map(operator.add, forward, backward))  # forward runs again in backward, which the trace leaves out
     kept = sum(output.nbytes for output in outputs)
     return Footprint(forward._replace(kept=kept), again._replace(kept=backward.kept))
 
 
-def _given(linear: PolicyLinear, cfg: Config) -> dict[str, Codes | Remembered]:
+def _given(linear: PolicyLinear, cfg: Config) -> dict[str, Codes | DelayedScaling]:
     """What training hands to a linear, by attribute: its weight in FP8, what it remembers of its input and gradient.
 
     Nothing stands for what is not given: torch's partitioner takes tensors only.
@@ -195,11 +195,11 @@ def _given(linear: PolicyLinear, cfg: Config) -> dict[str, Codes | Remembered]:
     def scales() -> Scales:
         return torch.ones(()), torch.ones(())
 
-    given: dict[str, Codes | Remembered] = {}
+    given: dict[str, Codes | DelayedScaling] = {}
     if linear.layer in policy.layers_gathered_in_fp8(cfg):
         given["gathered"] = Codes(torch.zeros(linear.weight.shape, dtype=linear.support.forward), scales())
     if linear.layer in policy.layers_with_delayed_scales(cfg):
-        given |= {name: Remembered(torch.zeros(()), scales()) for name in ("of_input", "of_grad")}
+        given |= {name: DelayedScaling(torch.zeros(()), scales()) for name in ("of_input", "of_grad")}
     return given
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from flux_ref import files
-from flux_ref.errors import Refusal
+from flux_ref.cli import Refusal
 
 TABLE = Path(__file__).with_name("hardware.toml")
 SPREAD = 0.1  # of a step whose rates were measured: kernels of other shapes, overlap; assumed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from flux_ref.config import Config
-from flux_ref.data import fields
+from flux_ref.dataloader import fields
 from flux_ref.model import parameter_table
 from flux_ref.optim import state_kinds
 from flux_ref.sharding import REDUCTIONS, freed
@@ -60,7 +60,7 @@ def training(
 ) -> list[Instant]:
     """The last micro-batch from the end of forward on: backward and reduction of each region, then the optimizer."""
     *regions, root = layout.units
-    item = ITEM_BYTES[cfg.parallel.dtype]
+    item = ITEM_BYTES[cfg.compute.dtype]
     reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
     stream = rows * (cfg.model.image_tokens + cfg.model.text_tokens) * cfg.model.hidden * item  # between two regions
     first_kept = freed(cfg.parallel, len(regions))

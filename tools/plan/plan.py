@@ -5,14 +5,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, gcd
 
-from flux_ref import config, config_file, schedule
-from flux_ref.arithmetic import arithmetic_of
-from flux_ref.benchmark import closed
-from flux_ref.benchmark.closed import TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref import config, config_file, mlperf_closed, schedule
+from flux_ref.cli import progress
 from flux_ref.config import Config
-from flux_ref.errors import progress
+from flux_ref.mlperf_closed import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.precision import policy
 from flux_ref.precision.policy import MULTIPLE
+from flux_ref.precision.recipe import recipe_of
 from tools.plan import footprint, memory, step_time
 from tools.plan.footprint import Footprint
 from tools.plan.memory import Instant
@@ -23,7 +22,7 @@ from tools.shared.communication import Layout
 KB = 1e3
 GB = 1e9
 SPARE = 4 * GB  # of a card, beside what a plan assumes to lie outside of tensors
-BUDGETS = (1.0, 0.9, 0.5)  # parallel.activation_budget; others give nearly the plans of these
+BUDGETS = (1.0, 0.9, 0.5)  # compute.activation_memory_budget; others give nearly the plans of these
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Plan:
     host: float  # seconds in which a rank's Python starts a step's kernels, 0 with graphs
     reaches_target: bool  # samples are what the reference needs, else train.max_samples
     samples: float
-    val_count: int
+    val_samples: int
     evaluation: float
     evaluations: int
 
@@ -70,19 +69,19 @@ def planned(cfg: Config, machine: Machine, footprints: dict[str, Footprint]) -> 
     instant = memory.fullest(cfg, layout, footprints, gpus, rows)
     times = step_time.times(cfg, layout, footprints, machine, rows)
     assumed = machine.assumed
-    enabled = cfg.graph.enabled
+    enabled = cfg.compute.cuda_graphs
     micros = ceil(cfg.train.global_batch / (gpus * rows))
     nodes = memory.graph_nodes(cfg, layout, footprints, micros)
     graphs = host = 0.0
     if enabled == "on" or (enabled == "auto" and machine.gpu.arch.startswith("sm")):  # as graphs.obstacle
         nodes += sum(footprints[unit.kind].forward.kernels for unit in layout.units)  # of a validation batch
-        graphs = len(arithmetic_of(cfg).phases) * nodes * assumed.graph_node_kb * KB
+        graphs = len(recipe_of(cfg).phases) * nodes * assumed.graph_node_kb * KB
     else:
         host = micros * len(layout.units) * assumed.host_ms_per_region / 1e3 + nodes * assumed.host_us_per_kernel / 1e6
         times = replace(times, step=max(times.step, host))
 
-    val_count = (cfg.data.val_count or VAL_SAMPLES) if cfg.data.val else 0
-    reference = samples_to_target(cfg) if val_count else None
+    val_samples = (cfg.data.val_samples or VAL_SAMPLES) if cfg.data.val else 0
+    reference = samples_to_target(cfg) if val_samples else None
     samples = reference or cfg.train.max_samples
     every = schedule.steps_for(cfg.eval.every_samples, cfg.train.global_batch) * cfg.train.global_batch
     return Plan(
@@ -98,9 +97,9 @@ def planned(cfg: Config, machine: Machine, footprints: dict[str, Footprint]) -> 
         host=host,
         reaches_target=bool(reference),
         samples=samples,
-        val_count=val_count,
-        evaluation=ceil(val_count / (gpus * cfg.eval.batch)) * times.validation,
-        evaluations=ceil(samples / every) if val_count and every else 0,
+        val_samples=val_samples,
+        evaluation=ceil(val_samples / (gpus * cfg.eval.batch)) * times.validation,
+        evaluations=ceil(samples / every) if val_samples and every else 0,
     )
 
 
@@ -117,8 +116,8 @@ def fastest(cfg: Config, machine: Machine) -> list[Plan]:
     sizes = [rows for rows in range(step, batch + 1, step) if batch % rows == 0]
     for rows in progress(sizes, desc="micro-batches", leave=False):
         before = len(found)
-        for budget in BUDGETS if cfg.parallel.compile else BUDGETS[:1]:
-            own = config_file.replace(cfg, train__micro_batch=rows, parallel__activation_budget=budget)
+        for budget in BUDGETS if cfg.compute.compile else BUDGETS[:1]:
+            own = config_file.replace(cfg, train__micro_batch=rows, compute__activation_memory_budget=budget)
             keeping = partial(_keeping, own, machine, footprint.trace(own, machine.gpu.arch, rows))
             kept = [*range(len(footprint.layout(own, machine.gpus, machine.gpu.node).units) - 1), -1]
             fitting = bisect(kept, room, key=lambda count: keeping(count).total)
@@ -139,14 +138,14 @@ def warnings(one: Plan) -> list[str]:
     if one.total > one.card:
         lines.append(f"memory: {one.total / GB:.0f} GB do not fit {one.card / GB:g} GB")
 
-    departures = closed.departures(cfg, cfg.data.train_count or TRAIN_SAMPLES, one.val_count)
+    departures = mlperf_closed.departures(cfg, cfg.data.train_samples or TRAIN_SAMPLES, one.val_samples)
     if len(departures) < 5:  # else it is no benchmark run, and nobody takes it for one
         lines += [f"no benchmark result: {text}" for text in departures]
     if one.host >= one.times.step:
-        lines.append("the host is slower than the card: set parallel.region_blocks=2 or 4, or graph.enabled=on")
-    if cfg.parallel.dtype == "fp32":
-        lines.append("parallel.dtype=fp32: times are those of bf16; fp32 takes longer")
-    padding = -one.val_count % (one.machine.gpus * cfg.eval.batch)
+        lines.append("the host is slower than the card: set parallel.region_blocks=2 or 4, or compute.cuda_graphs=on")
+    if cfg.compute.dtype == "fp32":
+        lines.append("compute.dtype=fp32: times are those of bf16; fp32 takes longer")
+    padding = -one.val_samples % (one.machine.gpus * cfg.eval.batch)
     if padding:
-        lines.append(f"validation: {padding:,} of {one.val_count + padding:,} rows are padding; eval.batch decides")
+        lines.append(f"validation: {padding:,} of {one.val_samples + padding:,} rows are padding; eval.batch decides")
     return lines

@@ -69,7 +69,7 @@ def traced(precision: str, arch: str, rows: int) -> dict[str, Footprint]:
 def config_of(precision: str, **values: object) -> Config:
     return config_file.replace(
         Config(name="public"),
-        parallel__compile=True,
+        compute__compile=True,
         parallel__kept_regions=-1,
         parallel__reduce_dtype="bf16",
         precision__preset=precision,

@@ -5,8 +5,8 @@ from functools import cache
 import numpy as np
 from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
 
-from flux_ref.benchmark.convergence import is_benchmark
 from flux_ref.config import Config
+from flux_ref.mlperf_closed import is_benchmark
 
 
 def samples_to_target(cfg: Config) -> float | None:

@@ -75,7 +75,7 @@ def update(cfg: Config, layout: Layout, machine: Machine) -> float:
     The optimizer reads and writes weights and moments. It reads the gradient, as the norm does; clipping reads and
     writes it. An average of the weights reads the weight once more.
     """
-    per_weight = 2 * checkpoint_bytes(cfg) + 4 * (5 if cfg.optim.ema else 4)
+    per_weight = 2 * checkpoint_bytes(cfg) + 4 * (5 if cfg.optim.ema_half_life else 4)
     return machine.moving(per_weight * layout.sharded(*layout.units)) + 2 * machine.ring(0, machine.gpus, tree=True)
 
 
@@ -89,7 +89,7 @@ def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine
     units = layout.units
     first = units[0]
     root = units[-1]
-    item = ITEM_BYTES[cfg.parallel.dtype]
+    item = ITEM_BYTES[cfg.compute.dtype]
     reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
 
     def gather(*units: Unit) -> float:

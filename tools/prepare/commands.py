@@ -1,7 +1,7 @@
 """Making data sets and looking after them.   python -m tools.prepare COMMAND --help"""
 
-from flux_ref import errors
-from flux_ref.errors import Options
+from flux_ref import cli
+from flux_ref.cli import Options
 from tools.prepare import images, mlcommons, shapes, verify
 
 COMMANDS = {
@@ -13,7 +13,7 @@ COMMANDS = {
 
 
 def main(argv: list[str]) -> int:
-    return errors.run("prepare", run, argv)
+    return cli.run("prepare", run, argv)
 
 
 def run(argv: list[str]) -> int:

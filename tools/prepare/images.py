@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from flux_ref import files, ranks, shards
-from flux_ref.arithmetic import DTYPES
+from flux_ref import dataset, files, ranks
+from flux_ref.cli import Refusal, between, one_line, progress
 from flux_ref.config import ModelConfig, ParallelConfig
-from flux_ref.errors import Refusal, between, one_line, progress
 from flux_ref.pictures import captioned
 from flux_ref.pictures.captioned import Part, Picture, Rejected
 from flux_ref.pictures.encoders import Encoders
+from flux_ref.precision.recipe import DTYPES
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import job
 
@@ -66,11 +66,11 @@ class Maker:
                 for i, name in enumerate(names):
                     split = _split(name, self.args.val_share)
                     if split not in written:
-                        path = shards.shard_path(_made(self.folder, split), number)
-                        written[split] = stack.enter_context(shards.new_shard(path))
+                        path = dataset.shard_path(_made(self.folder, split), number)
+                        written[split] = stack.enter_context(dataset.new_shard(path))
                     own = {kind: bits[i] for kind, bits in members.items()}
-                    key = shards.key_of(f"{split}_{number:06d}", count)
-                    shards.add(written[split], shards.Meta(key, caption=captions[i]), own)
+                    key = dataset.key_of(f"{split}_{number:06d}", count)
+                    dataset.add(written[split], dataset.Meta(key, caption=captions[i]), own)
                     count += 1
         files.write_whole(_done(self.folder, number), "".join(rejected))
 
@@ -130,18 +130,18 @@ def _require_enough(args: argparse.Namespace, parts: list[Part]) -> None:
     raise Refusal(f"--input {args.input} gives {found}, want {want}{rejected}; add pictures or change --val-share")
 
 
-def _finish(folder: Path, layout: shards.Layout) -> str:
+def _finish(folder: Path, layout: dataset.Layout) -> str:
     """Number the shards and join the lists of all parts. Returns what there is, in words. Raises: Refusal."""
     root = folder / "set"
     rows = "".join(path.read_text(encoding="utf-8") for path in files.matching(folder, "rejected_*.tsv"))
     files.write_whole(root / "rejected.tsv", f"picture\treason\n{rows}")
     train = _stored(folder, "train", layout)
     for number, path in enumerate(train.paths):
-        path.rename(shards.shard_path(path.parent, number))  # a part without a sample leaves no gap
+        path.rename(dataset.shard_path(path.parent, number))  # a part without a sample leaves no gap
     val = _stored(folder, "val", layout)
     files.remove(root / "val")
     if len(val):
-        shards.write(shards.shard_path(root / "val", 0), _in_turns(val))
+        dataset.write(dataset.shard_path(root / "val", 0), _in_turns(val))
     rejected = len(rows.splitlines())
     said = f"{len(train):,} training and {len(val):,} validation samples; {rejected:,} rejected, see rejected.tsv"
     if 0 < len(val) < TIMESTEPS:
@@ -149,23 +149,23 @@ def _finish(folder: Path, layout: shards.Layout) -> str:
     return said
 
 
-def _stored(folder: Path, split: str, layout: shards.Layout) -> shards.ShardSet:
+def _stored(folder: Path, split: str, layout: dataset.Layout) -> dataset.ShardSet:
     place = _made(folder, split)
-    return shards.ShardSet(place if any(place.iterdir()) else "", layout)
+    return dataset.ShardSet(place if any(place.iterdir()) else "", layout)
 
 
-def _in_turns(val: shards.ShardSet) -> Iterator[tuple[shards.Meta, shards.Arrays]]:
+def _in_turns(val: dataset.ShardSet) -> Iterator[tuple[dataset.Meta, dataset.Arrays]]:
     """The samples of validation, each with its timestep."""
     val.open()
     for index, (meta, arrays) in enumerate(val):
-        yield shards.Meta(shards.key_of("val", index), index % TIMESTEPS, meta.caption), arrays
+        yield dataset.Meta(dataset.key_of("val", index), index % TIMESTEPS, meta.caption), arrays
 
 
 def _made_from(args: argparse.Namespace, model: ModelConfig, listed: list[str]) -> dict:
     """What must be the same when a stopped command goes on."""
     names = ("input", "val_share", "caption_column", "model", "dtype")
     digest = hashlib.sha256("\n".join(listed).encode(errors="surrogateescape")).hexdigest()
-    return {name: str(getattr(args, name)) for name in names} | shards.layout(model).shapes | {"files": digest}
+    return {name: str(getattr(args, name)) for name in names} | dataset.layout(model).shapes | {"files": digest}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -235,6 +235,6 @@ def run(args: argparse.Namespace) -> int:
         with ranks.agreed():
             if world.rank == 0:
                 files.remove(folder / "set" / "empty_encodings")
-                shards.write_empty(folder / "set" / "empty_encodings", nets.encode_text([""]))
-                print(f"{args.output}: {_finish(folder, shards.layout(model))}")
+                dataset.write_empty(folder / "set" / "empty_encodings", nets.encode_text([""]))
+                print(f"{args.output}: {_finish(folder, dataset.layout(model))}")
     return 0

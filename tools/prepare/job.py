@@ -10,8 +10,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from flux_ref import config_file, files
+from flux_ref.cli import Refusal
 from flux_ref.config import Config
-from flux_ref.errors import Refusal
 
 MADE_FROM = "made_from.json"
 Advance = Callable[[int], None]

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from flux_ref import shards
-from flux_ref.errors import Refusal, one_line, progress
+from flux_ref import dataset
+from flux_ref.cli import Refusal, one_line, progress
+from flux_ref.dataset import Layout, Meta
 from flux_ref.files import matching
 from flux_ref.schedule import TIMESTEPS
-from flux_ref.shards import Layout, Meta
 from tools.prepare import job
 
 COLUMNS = {  # of each member
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal; OSError."""
     split = args.split
     final = args.output / split
-    layout = shards.layout(job.config(args.config).model)
+    layout = dataset.layout(job.config(args.config).model)
     job.require_new(final)  # before all rows are counted
     paths = arrow_files(args.input)
     counts = {}
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     source = args.input.resolve().parent / "empty_encodings"
     empty = {}
     if not (args.output / source.name).exists() and (split == "train" or source.exists()):
-        empty = shards.read_empty(source, layout)
+        empty = dataset.read_empty(source, layout)
 
     made_from = {
         "split": split,
@@ -138,20 +138,20 @@ def run(args: argparse.Namespace) -> int:
     }
     with job.growing(final, made_from) as folder:
         if empty:
-            shards.write_empty(args.output / source.name, empty)
+            dataset.write_empty(args.output / source.name, empty)
         wanted = {}
         for number, first in enumerate(range(0, count, PER_SHARD)):
-            path = shards.shard_path(folder / "set", number)
+            path = dataset.shard_path(folder / "set", number)
             if not path.exists():
                 wanted[path] = range(first, min(first + PER_SHARD, count))
         done = count - sum(map(len, wanted.values()))
         with progress(total=count, initial=done, desc=f"converting {split}", unit=" samples") as bar:
 
             def write_shard(path: Path, advance: job.Advance) -> None:
-                with shards.new_shard(path) as file:
+                with dataset.new_shard(path) as file:
                     found = read_rows(counts, wanted[path], split, layout)
                     for index, (members, timestep) in zip(wanted[path], found):
-                        shards.add(file, Meta(shards.key_of(split, index), timestep), members)
+                        dataset.add(file, Meta(dataset.key_of(split, index), timestep), members)
                         advance(1)
 
             job.each(write_shard, wanted, THREADS, bar)

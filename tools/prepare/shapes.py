@@ -17,5 +17,5 @@ def run(args: argparse.Namespace) -> int:
     cfg = config_file.load(args.config)
     job.require_new(args.out)
     toy.make_once(args.out, lambda: toy.make_shapes(args.out, cfg))
-    print(f"{args.out}: {cfg.data.train_count} training and {cfg.data.val_count} validation samples")
+    print(f"{args.out}: {cfg.data.train_samples} training and {cfg.data.val_samples} validation samples")
     return 0

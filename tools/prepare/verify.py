@@ -1,6 +1,6 @@
 """Checking a data set before a job relies on it.   python -m tools.prepare verify DIR [--fast] [--config FILE]
 
-DIR holds shards of the layout in shards.py, or train/ and val/ with such shards. Every sample is read by the reader of
+DIR holds shards of the layout in dataset.py, or train/ and val/ with such shards. Every sample is read by the reader of
 training; its values must be plausible. Then come the numbers of samples, repeated keys, missing shards and the
 encodings of the empty caption. --fast reads names, sizes and the first and last sample of each shard.
 Nothing is written. Exit codes: 0 no problem, 1 a problem, 2 DIR cannot be read.
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from flux_ref import shards
-from flux_ref.errors import Refusal, printable, progress
+from flux_ref import dataset
+from flux_ref.cli import Refusal, printable, progress
+from flux_ref.dataset import MEMBERS, BadSample, Layout, Meta, Shard
 from flux_ref.schedule import TIMESTEPS
-from flux_ref.shards import MEMBERS, BadSample, Layout, Meta, Shard
 from tools.prepare import job
 
 SHOWN = 20  # problems
@@ -70,7 +70,7 @@ def look(path: Path, advance: job.Advance, fast: bool, layout: Layout) -> Report
 
 def implausible(name: str, bits: np.ndarray) -> str:
     """What is wrong with the values of a member, given as bf16 bits; "" if nothing is."""
-    values = shards.from_bf16_bits(bits)
+    values = dataset.from_bf16_bits(bits)
     least, most = PLAUSIBLE[name]
     for value in (values.max(), values.min()):
         if not least <= value <= most:
@@ -81,7 +81,7 @@ def implausible(name: str, bits: np.ndarray) -> str:
 def find_shards(folder: Path) -> tuple[list[Path], list[str]]:
     """The shards of a folder, and what is wrong: their numbers must run from 0."""
     try:
-        paths = shards.paths_of(folder)
+        paths = dataset.paths_of(folder)
     except Refusal as error:
         return [], [str(error)]
     for number, path in enumerate(paths):
@@ -119,8 +119,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal; OSError; KeyboardInterrupt."""
     cfg = job.config(args.config)
-    layout = shards.layout(cfg.model)
-    wanted = {"train": cfg.data.train_count, "val": cfg.data.val_count}
+    layout = dataset.layout(cfg.model)
+    wanted = {"train": cfg.data.train_samples, "val": cfg.data.val_samples}
     folders = {name: args.dir / name for name in wanted if (args.dir / name).is_dir()}
     if not folders:
         split = "val" if args.dir.resolve().name == "val" else "train"
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     if not empty.is_dir():
         empty = args.dir.resolve().parent / empty.name
     try:
-        shards.read_empty(empty, layout)
+        dataset.read_empty(empty, layout)
     except Refusal as error:
         problems.append(str(error))
 

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from flux_ref import errors
+from flux_ref import cli
+from flux_ref.cli import Options, printable
 from flux_ref.config import KEYS, MllogConfig
-from flux_ref.errors import Options, printable
 from flux_ref.files import write_whole
 from tools.report import page, result_log, score, words
 from tools.shared.json_option import json_option, show
@@ -48,4 +48,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(errors.run("report", main, sys.argv[1:]))
+    sys.exit(cli.run("report", main, sys.argv[1:]))

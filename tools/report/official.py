@@ -22,7 +22,7 @@ from mlperf_logging.compliance_checker import mlp_compliance
 from mlperf_logging.package_checker.seed_checker import SeedChecker
 from mlperf_logging.rcp_checker import rcp_checker
 
-from flux_ref.benchmark import closed
+from flux_ref import mlperf_closed
 from tools.report.result_log import ResultLog, number
 
 LEAST_RUNS = 3  # a mean without the best and the worst needs as many
@@ -62,7 +62,7 @@ def check(
             seeds = seeds.replace(str(link), log.name)
         if len(logs) < LEAST_RUNS:
             convergence = Convergence(None, f"needs {LEAST_RUNS} runs")
-        elif any(log.value(closed.REHEARSED) for log in logs) and not points:
+        elif any(log.value(mlperf_closed.REHEARSED) for log in logs) and not points:
             convergence = Convergence(None, "the official points are not for a rehearsal; give --points")
         else:
             convergence = _convergence(folder, ruleset, file)

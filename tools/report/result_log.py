@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from mlperf_logging.compliance_checker import mlp_parser
 
-from flux_ref.errors import Refusal, printable
+from flux_ref.cli import Refusal, printable
 from flux_ref.files import raised, read_bytes, read_text
 
 LONG = re.compile(rb":::MLLOG.{10000}")  # mlperf-logging searches a line in a time that grows with its square

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flux_ref.benchmark import closed
-from flux_ref.benchmark.mllog import RESUMED
-from flux_ref.errors import printable
+from flux_ref import mlperf_closed
+from flux_ref.cli import printable
+from flux_ref.mlperf_log import RESUMED
 from tools.report import official, result_log
 from tools.report.official import Convergence
 from tools.report.result_log import ResultLog, number
@@ -19,7 +19,7 @@ from tools.report.result_log import ResultLog, number
 RUNS = 10  # of a submission; the mean leaves out the best and the worst
 INVALID = "not a valid result"
 VALID = "valid result"
-PASSING_REHEARSAL = f"passes the checks as a {closed.REHEARSAL}"
+PASSING_REHEARSAL = f"passes the checks as a {mlperf_closed.REHEARSAL}"
 SHARED = (  # settings that all runs of a system must share
     "submission_org",
     "submission_platform",
@@ -30,7 +30,7 @@ SHARED = (  # settings that all runs of a system must share
     "opt_learning_rate_warmup_steps",
     "gradient_accumulation_steps",
 )
-SETTINGS = (*SHARED, "target_accuracy", "seed", closed.REHEARSED)
+SETTINGS = (*SHARED, "target_accuracy", "seed", mlperf_closed.REHEARSED)
 
 
 @dataclass
@@ -87,8 +87,8 @@ def measure(log: ResultLog, complaints: list[str]) -> Run:
 
     run.faults += [*disqualified, *complaints]
     if log.value("submission_division") == "closed":
-        found = {key: log.value(closed.OFFICIAL.get(key, key)) for key in closed.FIXED}
-        run.faults += closed.judge(found, bool(log.value(closed.REHEARSED)))
+        found = {key: log.value(mlperf_closed.OFFICIAL.get(key, key)) for key in mlperf_closed.FIXED}
+        run.faults += mlperf_closed.judge(found, bool(log.value(mlperf_closed.REHEARSED)))
 
     losses = {}
     for event in timed:
@@ -138,7 +138,7 @@ def judge(name: str, paths: list[Path], ruleset: str, points: Path | None = None
         system.reasons.append(f"convergence: {convergence.message}; {here}, {least}")
 
     if not system.reasons:
-        system.verdict = PASSING_REHEARSAL if system.value(closed.REHEARSED) else VALID
+        system.verdict = PASSING_REHEARSAL if system.value(mlperf_closed.REHEARSED) else VALID
     if system.verdict == VALID:
         system.score_minutes = system.olympic_mean_minutes * (convergence.factor if convergence else 1.0)
     return system

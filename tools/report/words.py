@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from flux_ref.errors import printable
+from flux_ref.cli import printable
 from tools.report.score import System, text
 
 SHOWN_FAULTS = 3  # of a run

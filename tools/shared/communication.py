@@ -13,7 +13,7 @@ from flux_ref.model import parameter_table
 from flux_ref.precision import policy
 from flux_ref.sharding import freed
 
-ITEM_BYTES = {"bf16": 2, "fp32": 4}  # of parallel.dtype and parallel.reduce_dtype
+ITEM_BYTES = {"bf16": 2, "fp32": 4}  # of compute.dtype and parallel.reduce_dtype
 ROOT = "ends"
 BLOCK = re.compile(r"(double|single)_blocks\.(\d+)\.")
 
@@ -59,7 +59,7 @@ def layout(cfg: Config, ranks: int, replicas: int) -> Layout:
         is_code = name.endswith(".weight") and name.removesuffix(".weight") in in_fp8
         unit.whole += prod(shape)
         unit.padded += padded
-        unit.gathered += padded * (1 if is_code else ITEM_BYTES[cfg.parallel.dtype])
+        unit.gathered += padded * (1 if is_code else ITEM_BYTES[cfg.compute.dtype])
     return Layout([*regions.values(), root], shards, replicas)
 
 

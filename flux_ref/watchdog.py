@@ -1,9 +1,9 @@
 """What keeps a run from hanging: a timer on every rank, signals, and the end of the launcher.
 
 The timer counts the time in which this process ran, so a pause (Ctrl-Z, docker pause) is no hang. Progress of any rank
-counts for all ranks: a rank that waits for a slower one does not hang. Without progress for run.hang_s seconds the rank
-prints where it is and ends. torchrun then ends the other ranks, and with --max-restarts it starts the job again from
-its last checkpoint.
+counts for all ranks: a rank that waits for a slower one does not hang. Without progress for run.watchdog_s seconds
+the rank prints where it is and ends. torchrun then ends the other ranks, and with --max-restarts it starts the job
+again from its last checkpoint.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from flux_ref import ranks
-from flux_ref.errors import Fault, Interrupted, Progress, told
+from flux_ref.cli import Fault, Interrupted, Progress, told
 
 # They save a checkpoint and end the run: torchrun, job schedulers ahead of a limit (the next three), a closed terminal,
 # Ctrl-\.
@@ -41,7 +41,7 @@ LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it
 FAILED = 127  # stands for a failure among the numbers of signals; larger than all of them
 
 
-class Alive:
+class Watchdog:
     """Ends this rank if it makes no progress for limit_s seconds (0: never), or if torchrun has died.
 
     From the first `stop_point` on it also acts on signals. Before it there is nothing to save.
@@ -71,7 +71,7 @@ class Alive:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.closed.set()
-        self.let_go()
+        self.release_signals()
         if self.signal == signal.SIGTERM and isinstance(error, RuntimeError):
             signal.raise_signal(
                 signal.SIGTERM
@@ -128,7 +128,7 @@ class Alive:
         return (
             f"no progress for {self.limit_s:g} s since {self.place}, now at {frame.filename}:{frame.lineno};"
             " this rank, another one, the network or a device hangs."
-            " If torch still compiles, set a greater run.hang_s"
+            " If torch still compiles, set a greater run.watchdog_s"
         )
 
     def _end(self, reason: str) -> None:
@@ -167,7 +167,7 @@ class Alive:
         self.largest.fill_(self.signal)
         self.sent = dist.all_reduce(self.largest, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
-    def let_go(self) -> None:
+    def release_signals(self) -> None:
         """All is saved, so a signal may end this rank at once from now on."""
         for number, handler in self.before.items():
             signal.signal(number, handler)

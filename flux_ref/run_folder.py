@@ -2,7 +2,7 @@
 
 What a start of train.py does with the run's folder:
 
-    the folder holds                            the same command                 with run.overwrite=true
+    the folder holds                            the same command                 with run.start_fresh=true
     nothing, or it is not there                 begins                           begins
     files, no config.toml and no checkpoint     refuses                          refuses
     a run without a checkpoint                  moves it aside, begins           the same
@@ -15,8 +15,9 @@ What a start of train.py does with the run's folder:
 
 A run without outcome.json is not finished. A greater train.max_samples or a lower eval.target extends a finished one.
 Aside is NAME.1 (or .2, ...). Where the folder is a mount, or its parent may not be written, aside is NAME/older.1.
-A restart by torchrun goes on with what its own job began, also with run.overwrite=true. A config.toml in a run's folder
-is a config for this folder only: a copy or a moved run must be given its --run.dir. Links count as what they lead to.
+A restart by torchrun goes on with what its own job began, also with run.start_fresh=true. A config.toml in a run's
+folder is a config for this folder only: a copy or a moved run must be given its --run.dir. Links count as what they
+lead to.
 
 Nothing but empty lock files is written before `begin`, so a start that is refused changes no run. Nothing is deleted.
 """
@@ -29,8 +30,8 @@ from pathlib import Path
 
 from flux_ref import checkpoint, config, config_file, files, ranks, schedule
 from flux_ref.checkpoint import Checkpoint
+from flux_ref.cli import Refusal
 from flux_ref.config import KEYS, Config
-from flux_ref.errors import Refusal
 from flux_ref.ranks import World
 
 CONFIG = "config.toml"
@@ -39,7 +40,7 @@ OUTCOME = "outcome.json"
 LOCK = ".lock"
 OLDER = "older."  # and a number: older runs inside a folder that cannot be renamed
 REACHED, ENDED = "target reached", "train.max_samples reached"  # how a run came to its end
-REMEDY = "set run.dir to another folder, or run.overwrite=true to begin anew"
+REMEDY = "set run.dir to another folder, or run.start_fresh=true to begin anew"
 SWITCH = "precision.switch"  # its entries that begin after the checkpoint may change
 
 
@@ -70,7 +71,7 @@ def held(cfg: Config, world: World, sizes: dict[str, int]) -> Iterator[Path | No
                     raise Refusal(f"{folder} holds files but no run; set run.dir to another folder")
                 if folder.exists():
                     stack.enter_context(files.lock(folder / LOCK, str(folder)))
-                if not cfg.run.overwrite or world.store.check([_begun_by_job(folder)]):
+                if not cfg.run.start_fresh or world.store.check([_begun_by_job(folder)]):
                     saved = _checkpoint(cfg, folder, sizes)
         found = ranks.gather_objects(saved and str(saved))[0]
         yield Path(found) if found else None
@@ -88,12 +89,12 @@ def begin(cfg: Config, world: World, saved: Path | None, stack: ExitStack) -> st
             for place in (folder, folder / "samples", checkpoint.folder_of(folder)):  # also of a run that is moved
                 files.clear(place)
             if not saved and _holds_run(folder):
-                reason = "" if cfg.run.overwrite else " has no checkpoint to go on from, so this run begins anew; it"
+                reason = "" if cfg.run.start_fresh else " has no checkpoint to go on from, so this run begins anew; it"
                 told = f"the run that was in {folder}{reason} lies in {_move_aside(folder)}"
             if not folder.exists():
                 folder.mkdir()
                 stack.enter_context(files.lock(folder / LOCK, str(folder)))
-            own = config_file.replace(cfg, run__dir=str(config.run_dir(cfg)), run__overwrite=False)
+            own = config_file.replace(cfg, run__dir=str(config.run_dir(cfg)), run__start_fresh=False)
             files.write_whole(folder / CONFIG, config_file.dump(own))
             files.remove(folder / OUTCOME)  # of a run that is extended
             checkpoint.prune(folder, cfg.checkpoint.keep)

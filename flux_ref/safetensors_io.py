@@ -9,7 +9,7 @@ import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flux_ref.errors import Progress, Refusal
+from flux_ref.cli import Progress, Refusal
 from flux_ref.files import naming, sync
 
 

@@ -1,6 +1,6 @@
 """The benchmark's log, valid for the rulesets 5.1.0, 6.0.0 and 6.1.0 of mlperf-logging's checker.
 
-Lines go to the run's result file. A line is written when the event that it reports happens. closed.py
+Lines go to the run's result file. A line is written when the event that it reports happens. mlperf_closed.py
 writes the head of the log, and names the keys that it judges; tools/report/score.py names those that it reads.
 """
 
@@ -9,8 +9,7 @@ from pathlib import Path
 
 from mlperf_logging.mllog import constants, mllog
 
-from flux_ref import files
-from flux_ref.benchmark import closed
+from flux_ref import files, mlperf_closed
 from flux_ref.config import Config
 
 RESUMED = "resumed from step"  # how the disqualification of a run in several parts begins
@@ -32,7 +31,7 @@ class BenchmarkLog(logging.Handler):
         self.in_block = False
         self.loss_keys = [constants.EVAL_ACCURACY]
         self.flaws: list[str] = []  # why this is no benchmark result, in words
-        self.rehearsal = ""  # why a run that breaks no rule still is no benchmark result: closed.REHEARSAL
+        self.rehearsal = ""  # why a run that breaks no rule still is no benchmark result: mlperf_closed.REHEARSAL
         self.logger = logging.Logger("flux_ref", logging.INFO)  # one that no other log shares
         self.logger.addHandler(self)
         self.mllogger = mllog.MLLogger(logger=self.logger)
@@ -61,14 +60,14 @@ class BenchmarkLog(logging.Handler):
     def init_start(self) -> None:
         self.mllogger.start(constants.INIT_START)
 
-    def describe(self, cfg: Config, world_size: int, train_count: int, val_count: int) -> None:
-        """Log what runs, and what the closed division forbids. train_count, val_count: samples in the data sets."""
-        self.rehearsal = closed.REHEARSAL if cfg.mllog.rehearsal else ""
+    def describe(self, cfg: Config, world_size: int, train_samples: int, val_samples: int) -> None:
+        """Log what runs, and what the closed division forbids. train_samples, val_samples: samples in the data sets."""
+        self.rehearsal = mlperf_closed.REHEARSAL if cfg.mllog.rehearsal else ""
         if cfg.mllog.submission_division == "open":
             self.loss_keys.append("averaged_validation_loss")  # checker, open_flux1.yaml
-        for key, value in closed.head(cfg, world_size, train_count, val_count).items():
+        for key, value in mlperf_closed.head(cfg, world_size, train_samples, val_samples).items():
             self.mllogger.event(key, value)
-        for departure in closed.departures(cfg, train_count, val_count):
+        for departure in mlperf_closed.departures(cfg, train_samples, val_samples):
             self.disqualify(departure)
 
     def run_start(self) -> None:

@@ -5,11 +5,17 @@ warm-up, seed, layout on devices, checkpoints, pictures, and an evaluation befor
 Sources of the constants: training_rules.adoc of MLCommons training_policies; mlcommons/training, text_to_image.
 """
 
-from typing import Any
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from flux_ref import schedule
-from flux_ref.config import CHECKER, KEYS, Config, Values, flat, micro_batch
-from flux_ref.errors import one_line, shown
+from flux_ref.cli import one_line, shown
+from flux_ref.config import CHECKER, KEYS, Config, EvalConfig, ModelConfig, Values, flat, micro_batch
+from flux_ref.precision import policy
 
 TRAIN_SAMPLES = 1_099_776  # of CC12M, as preprocessed by MLCommons
 VAL_SAMPLES = 29_696  # of COCO 2014, each with a stored timestep
@@ -19,11 +25,11 @@ VAL_PRECISION = "lowest_numerical_precision_in_eval"  # of the linears in valida
 FIXED: dict[str, tuple[Any, ...]] = {key: (known.default,) for key, known in KEYS.items() if known.closed}
 FIXED |= {
     VAL_PRECISION: ("fp32", "bfloat16", "fp8"),  # rules, "Numerical formats": FP8 may validate, too
-    "data.train_count": (TRAIN_SAMPLES,),  # reference, "Data preprocessing"; here the number of samples that there are
-    "data.val_count": (VAL_SAMPLES,),  # reference, "Evaluation thoroughness"
+    "data.train_samples": (TRAIN_SAMPLES,),  # reference, "Data preprocessing"; here of the data set
+    "data.val_samples": (VAL_SAMPLES,),  # reference, "Evaluation thoroughness"
 }
 # The official names of values that every log has and that no official checker judges.
-OFFICIAL = {"eval.target": "target_accuracy", "data.train_count": "train_samples", "data.val_count": "eval_samples"}
+OFFICIAL = {"eval.target": "target_accuracy", "data.train_samples": "train_samples", "data.val_samples": "eval_samples"}
 # Keys that have no official log entry: the log has them under our own names, and no official checker sees them.
 OWN = [key for key in FIXED if key not in OFFICIAL and not (key in KEYS and KEYS[key].closed == CHECKER)]
 REHEARSED, REHEARSAL = "rehearsal", "rehearsal: no benchmark result"  # key of the log; words
@@ -37,8 +43,8 @@ HEAD = {  # the official names of a run's values in their order; spec: the batch
     "target_accuracy": "eval.target",
     "global_batch_size": "train.global_batch",
     "gradient_accumulation_steps": "accumulation",
-    "train_samples": "data.train_count",
-    "eval_samples": "data.val_count",
+    "train_samples": "data.train_samples",
+    "eval_samples": "data.val_samples",
     "evaluation_frequency": "interval",
     "opt_name": "optimizer",
     "opt_base_learning_rate": "optim.lr",
@@ -59,7 +65,7 @@ def judge(found: Values, rehearsal: bool) -> list[str]:
     departures = []
     for key, allowed in FIXED.items():
         value = tuple(found[key]) if isinstance(found[key], list) else found[key]  # JSON has no tuples
-        is_smaller = key.startswith("model.") or key in ("data.kind", "data.train_count", "data.val_count")
+        is_smaller = key.startswith("model.") or key in ("data.kind", "data.train_samples", "data.val_samples")
         if value is not None and value not in allowed and not (rehearsal and is_smaller):
             departures.append(f"{key}={shown(value)}, MLPerf fixes {' or '.join(map(repr, allowed))}")
     return departures
@@ -67,36 +73,34 @@ def judge(found: Values, rehearsal: bool) -> list[str]:
 
 def narrowest(cfg: Config, *products: str) -> str:
     """The narrowest format in these products of the blocks' linears, as the log names it. No product: in all."""
-    plain = DTYPE_NAMES[cfg.parallel.dtype]
+    plain = DTYPE_NAMES[cfg.compute.dtype]
     if cfg.precision.is_plain:
         return plain
-    from flux_ref.precision import policy
-
     return policy.narrowest(cfg, *products) or plain
 
 
-def values(cfg: Config, train_count: int, val_count: int) -> Values:
-    """A config's values of all keys in FIXED, and others. train_count, val_count: samples in the data sets."""
-    precision = narrowest(cfg, "forward") if cfg.precision.eval else DTYPE_NAMES[cfg.parallel.dtype]
-    return flat(cfg) | {"data.train_count": train_count, "data.val_count": val_count, VAL_PRECISION: precision}
+def values(cfg: Config, train_samples: int, val_samples: int) -> Values:
+    """A config's values of all keys in FIXED, and others. train_samples, val_samples: samples in the data sets."""
+    precision = narrowest(cfg, "forward") if cfg.precision.eval else DTYPE_NAMES[cfg.compute.dtype]
+    return flat(cfg) | {"data.train_samples": train_samples, "data.val_samples": val_samples, VAL_PRECISION: precision}
 
 
-def departures(cfg: Config, train_count: int, val_count: int) -> list[str]:
-    """What disqualifies runs of a config before they start. train_count, val_count: samples in the data sets.
+def departures(cfg: Config, train_samples: int, val_samples: int) -> list[str]:
+    """What disqualifies runs of a config before they start. train_samples, val_samples: samples in the data sets.
 
     In the open division only given weights do (rules, "Weight and Bias Initialization").
     """
-    found = judge(values(cfg, train_count, val_count), cfg.mllog.rehearsal)
+    found = judge(values(cfg, train_samples, val_samples), cfg.mllog.rehearsal)
     is_closed = cfg.mllog.submission_division == "closed"
     return [text for text in found if is_closed or text.startswith("init.weights")]
 
 
-def verdict(cfg: Config, train_count: int, val_count: int) -> str:
+def verdict(cfg: Config, train_samples: int, val_samples: int) -> str:
     """Why a run is no benchmark result, in one line for the terminal; empty if it may be one.
 
-    train_count, val_count: samples in the data sets.
+    train_samples, val_samples: samples in the data sets.
     """
-    found = departures(cfg, train_count, val_count)
+    found = departures(cfg, train_samples, val_samples)
     if found and cfg.data.kind == "toy":
         return "no benchmark result: the data set is a toy"
     if found:
@@ -104,17 +108,17 @@ def verdict(cfg: Config, train_count: int, val_count: int) -> str:
     return REHEARSAL if cfg.mllog.rehearsal else ""
 
 
-def head(cfg: Config, world_size: int, train_count: int, val_count: int) -> dict[str, object]:
+def head(cfg: Config, world_size: int, train_samples: int, val_samples: int) -> dict[str, object]:
     """What the benchmark's log tells of a run before the clock starts, by key, in its order.
 
-    train_count, val_count: samples in the data sets.
+    train_samples, val_samples: samples in the data sets.
     """
     batch = cfg.train.global_batch
     micro = micro_batch(cfg, world_size)
     interval = cfg.eval.every_samples
     if cfg.mllog.ruleset == "6.1.0":  # spec: from 6.1.0 on, rounded up to whole steps
         interval = schedule.steps_for(interval, batch) * batch
-    found = values(cfg, train_count, val_count) | {
+    found = values(cfg, train_samples, val_samples) | {
         "benchmark": "flux1",
         "optimizer": "adamw",
         "interval": interval,
@@ -125,9 +129,9 @@ def head(cfg: Config, world_size: int, train_count: int, val_count: int) -> dict
     # Precision and parallelism. Rules 5.1.0 and 6.0.0 do not need these lines; 6.1.0 does.
     entries |= {
         "lowest_numerical_precision_in_linear": narrowest(cfg),
-        "lowest_numerical_precision_in_attn": DTYPE_NAMES[parallel.dtype],
+        "lowest_numerical_precision_in_attn": DTYPE_NAMES[cfg.compute.dtype],
         "lowest_numerical_precision_in_comm": "bfloat16"
-        if "bf16" in (parallel.dtype, parallel.reduce_dtype)
+        if "bf16" in (cfg.compute.dtype, parallel.reduce_dtype)
         else "fp32",
         **{f"{kind}_parallelism": 1 for kind in ("tensor", "pipeline", "context", "expert")},
         "micro_batch_size": micro,
@@ -137,3 +141,46 @@ def head(cfg: Config, world_size: int, train_count: int, val_count: int) -> dict
     if cfg.mllog.rehearsal:
         entries[REHEARSED] = True
     return entries
+
+
+PUBLIC = Path(__file__).with_name("public_curves.csv")
+# A run is above the band if two losses in a row exceed the highest by more than this share. One of 150 public runs is
+# above the band of the other systems' runs.
+MARGIN = 0.01
+
+
+class Point(NamedTuple):
+    """Validation losses of runs that converged, after so many training samples."""
+
+    samples: float
+    low: float
+    median: float
+    high: float
+
+
+def public_band(global_batch: int) -> list[Point]:
+    """The public runs of a batch by ascending samples; empty for a batch that no system has submitted."""
+    with PUBLIC.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["global_batch"] == str(global_batch)]
+    return [Point(*(float(row[name]) for name in Point._fields)) for row in rows]
+
+
+def is_benchmark(cfg: Config) -> bool:
+    """Whether a config trains the model of the public runs to their target."""
+    return cfg.model == ModelConfig() and cfg.eval.target == EvalConfig.target
+
+
+def warning(cfg: Config, curve: Sequence[tuple[float, float]]) -> str:
+    """One line if the last two of a run's (training samples, loss) lie above the band, else ""."""
+    band = public_band(cfg.train.global_batch) if cfg.eval.band and is_benchmark(cfg) else []
+    if len(curve) < 2 or not band:
+        return ""
+    grid, _, _, high = zip(*band)
+    for samples, loss in curve[-2:]:
+        most = np.interp(samples, grid, high, left=np.inf)
+        if loss <= (1 + MARGIN) * most:
+            return ""
+    return (
+        f"warning: validation loss {loss:.4f}; public v5.1 runs of this batch had at most {most:.4f} here:"
+        " check learning rate, warm-up, data and their scale"
+    )

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flux_ref import ranks, rng, schedule, shards
+from flux_ref import dataset, ranks, rng, schedule
+from flux_ref.cli import Fault, Refusal
 from flux_ref.config import Config, ModelConfig, Shape, empty_dir, rank_batch
-from flux_ref.errors import Fault, Refusal
-from flux_ref.shards import Arrays
+from flux_ref.dataset import Arrays
 
 Batch = dict[str, Tensor]
 Item = tuple[int, int]
@@ -31,7 +31,7 @@ PADDING = -1  # timestep of a row without a sample
 
 def fields(model: ModelConfig) -> dict[str, tuple[Shape, torch.dtype]]:
     """Shape (without the batch axis) and dtype of everything in a batch."""
-    stored = shards.layout(model).shapes
+    stored = dataset.layout(model).shapes
     return {name: (shape, torch.bfloat16) for name, shape in stored.items()} | {
         "latent_eps": (model.latent_shape, torch.float32),
         "noise": (model.latent_shape, torch.float32),
@@ -144,12 +144,12 @@ class SampleSet:
         self.rank = rank
         self.size = size
         folder = cfg.data.val if self.split == "val" else cfg.data.train or "."
-        self.shards = shards.ShardSet(folder, shards.layout(cfg.model))
+        self.shards = dataset.ShardSet(folder, dataset.layout(cfg.model))
         self.count = len(self.shards)  # samples
-        wanted = getattr(cfg.data, f"{self.split}_count")
+        wanted = getattr(cfg.data, f"{self.split}_samples")
         if folder and wanted not in (0, self.count):
             raise Refusal(
-                f"{folder} holds {self.count} samples, data.{self.split}_count={wanted} asks for {wanted}; set it to"
+                f"{folder} holds {self.count} samples, data.{self.split}_samples={wanted} asks for {wanted}; set it to"
                 f" {self.count} or to 0 for any number, or give another --data.{self.split}=DIR/{self.split}"
             )
         rows = rank_batch(cfg, size) if self.split == "train" else cfg.eval.batch
@@ -160,11 +160,11 @@ class SampleSet:
         """Open the shards. Raises: Refusal, OSError."""
         self.shards.open()
 
-    def _read(self, sample: int, row: Arrays) -> shards.Meta:
+    def _read(self, sample: int, row: Arrays) -> dataset.Meta:
         """Read a sample into a row. Raises: Fault."""
         try:
             return self.shards.read(sample, row)
-        except shards.BadSample as error:
+        except dataset.BadSample as error:
             raise self._bad(str(error)) from None
 
     def _bad(self, reason: str) -> Fault:
@@ -182,7 +182,7 @@ class TrainSet(SampleSet):
     def open(self) -> None:
         """Read the empty caption, too. Raises: Refusal, OSError."""
         super().open()
-        self.empty = shards.read_empty(empty_dir(self.cfg), self.shards.layout)
+        self.empty = dataset.read_empty(empty_dir(self.cfg), self.shards.layout)
 
     def feed(self, samples: int) -> Feed:
         """The batches after the run's first `samples`, a multiple of the global batch; they have no end."""

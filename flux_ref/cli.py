@@ -29,8 +29,13 @@ BROKEN_DISK = (
     errno.ETIMEDOUT,
     errno.ENOTCONN,
 )
-Say = Callable[[str], None]  # takes a line, or the name of what a rank does
+Say = Callable[[str], None]  # prints a line
+Mark = Callable[[str], None]  # takes the name of what a rank does now; it may raise, on all ranks alike
 LINGER_S = 5.0  # torchrun ends all ranks when one ends; the rank that knows the reason must print it before
+
+
+def unmarked(place: str) -> None:
+    """The Mark of those who watch nothing."""
 
 
 class Stop(Exception):
@@ -132,10 +137,10 @@ def in_words(error: BaseException) -> Stop | None:
         kind = Fault if error.errno in BROKEN_DISK else Refusal
         return kind(told(error), alone=True)
     if isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", str(error)):
-        text += "; free memory, or lower train.micro_batch, eval.batch or sample.count"
+        text += "; free memory, or lower train.micro_batch, eval.batch or pictures.count"
         return Fault(f"out of memory: {text}", alone=True)
     if re.search(r"find C compiler|C\+\+ compiler found", text):  # Triton's words and Inductor's
-        return Refusal(f"{text}; install gcc and g++, or set parallel.compile=false")
+        return Refusal(f"{text}; install gcc and g++, or set compute.compile=false")
     if isinstance(error, RuntimeError) and re.search(r"peer|Connection|[Tt]imed out", str(error)):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(LINGER_S)  # another rank broke and prints the reason; meanwhile torchrun ends this rank

@@ -28,12 +28,12 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from flux_ref import files
+from flux_ref.cli import Refusal, counted, one_line, shown
 from flux_ref.config import ModelConfig, Shape, Shapes
-from flux_ref.errors import Refusal, counted, one_line, shown
 
 MEMBERS = ("t5", "clip", "mean", "logvar")
 Arrays = dict[str, np.ndarray]  # of one sample, each of MEMBERS: bf16 bits as uint16
-CAN_EVICT = hasattr(os, "posix_fadvise")  # macOS has none
+HAS_FADVISE = hasattr(os, "posix_fadvise")  # macOS has none
 BLOCK, RECORD = 512, 10_240  # bytes; tar's two units
 NPY_HEADER = 128  # bytes before the numbers of a .npy blob
 END_BYTES = 2 * BLOCK  # an archive ends with two zero blocks
@@ -198,8 +198,8 @@ class ShardSet:
         for shard in self.shards:
             shard.open()
 
-    def evict(self) -> None:
-        """Drop the shards' clean pages from the operating system's cache, where CAN_EVICT. Reads no byte."""
+    def drop_page_cache(self) -> None:
+        """Drop the shards' clean pages from the operating system's cache, where HAS_FADVISE. Reads no byte."""
         for path in counted(self.paths):
             with path.open("rb") as file:
                 os.fsync(file.fileno())

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from flux_ref import files, shards, toy
+from flux_ref import dataset, files, toy
+from flux_ref.cli import Refusal, notice, one_line, progress
 from flux_ref.config import Config, ModelConfig
-from flux_ref.errors import Refusal, notice, one_line, progress
-from flux_ref.pictures import captioned, sheet
+from flux_ref.pictures import artist, captioned
 from flux_ref.pictures.captioned import Rejected
 from flux_ref.schedule import TIMESTEPS
 
@@ -81,7 +81,7 @@ def make(folder: Path, root: Path, model: ModelConfig) -> None:
     with files.whole(folder, is_new=True) as place:
         with ExitStack() as stack:
             new = {
-                split: stack.enter_context(shards.new_shard(shards.shard_path(place / split, 0)))
+                split: stack.enter_context(dataset.new_shard(dataset.shard_path(place / split, 0)))
                 for split in ("train", "val")
             }
             for picture in progress(found, desc=f"encoding {root}", unit=" pictures", leave=False):
@@ -94,7 +94,7 @@ def make(folder: Path, root: Path, model: ModelConfig) -> None:
                 values = pixels.numpy() / np.float32(127.5) - 1
                 number = counts.total()
                 split = "val" if is_held_out(number) else "train"
-                shards.add(new[split], *toy.sample(split, counts[split], values, caption, model, own=True))
+                dataset.add(new[split], *toy.sample(split, counts[split], values, caption, model, own=True))
                 counts[split] += 1
                 if number < SHOWN:
                     pairs += [values, toy.decode(toy.encode(values))]
@@ -109,7 +109,7 @@ def make(folder: Path, root: Path, model: ModelConfig) -> None:
         toy.write_empty(place, model, own=True)
         files.write_whole(place / "rejected.tsv", "picture\treason\n" + "".join(rejected))
         files.write_whole(place / MADE_FROM, json.dumps(made_from, indent=0))
-        sheet.save(pairs, titles, place / "codec.png")
+        artist.save(pairs, titles, place / "codec.png")
     shown = np.stack(pairs)
     lost = 127.5 * abs(shown[::2] - shown[1::2]).mean()
     print(

@@ -1,4 +1,7 @@
-"""What precision does at the moments at which the core calls it (arithmetic.py): policy, delayed scales, draws.
+"""The precision recipe of a run: how the linears of the blocks compute, and when the core asks.
+
+`PrecisionRecipe` computes as model.py is written. `LowPrecisionRecipe` follows precision.preset, precision.rules and
+precision.switch: the policy of a config, its stages, and the history of delayed scales.
 
 Delayed scaling: a side's scale comes from the largest magnitude of earlier steps, so a cast need not wait for a
 reduction. Weights are always scaled by their own magnitude. Every rank holds the same gathered weight, so the scale is
@@ -13,25 +16,79 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
-from flux_ref.arithmetic import Arithmetic
 from flux_ref.config import Config, rank_batch
 from flux_ref.model import Flux
-from flux_ref.precision import fp8, gather, linear, policy
-from flux_ref.precision.blocks import Draws, kernel
+from flux_ref.precision import fp8, linear, policy
+from flux_ref.precision.blocks import RoundingKey, kernel
 from flux_ref.precision.casts import scale_of_magnitude
-from flux_ref.precision.formats import format_pair, is_delayed, way
-from flux_ref.precision.fp8 import NOTHING, Remembered, agreed_magnitudes, keep_scales
+from flux_ref.precision.formats import is_delayed, pair_text, way
+from flux_ref.precision.fp8 import NOTHING, DelayedScaling, agreed_magnitudes, keep_scales
 from flux_ref.precision.linear import PolicyLinear
 from flux_ref.ranks import World
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # as keys name them
+Options = dict[str, object]  # of Inductor
 
-class Precision(Arithmetic):
-    """The policy of a config, its stages, and what delayed scaling remembers, the same on all ranks.
+
+class PrecisionRecipe:
+    """All products in compute.dtype: nothing is to do at any moment.
+
+    phases: the first training step of each phase, 0 first. Each phase has compiled code and graphs of its own.
+    switches: the presets that begin after the first one, by their first step.
+    compiler: options beside those of sharding.py.
+    """
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        self.phases: tuple[int, ...] = (0,)
+        self.switches: dict[int, str] = {}
+        self.compiler: Options = {}
+
+    def require(self, rows: int) -> None:
+        """rows: samples of a micro-batch. Raises: Refusal if the sizes forbid what a config asks for."""
+
+    def convert(self, net: Flux, device: torch.device) -> None:
+        """Change modules of a net on the meta device, before it is sharded. Names and shapes of parameters stay."""
+
+    def attach(self, net: nn.Module, world: World) -> None:
+        """The net is sharded and has memory."""
+
+    def begin(self, step: int) -> None:
+        """Choose how the next step and the next validation compute. step: steps trained so far."""
+
+    def after_backward(self) -> Tensor | float:
+        """Called once per step, after the last backward. May update the history, on the device alone.
+
+        Returns 1, or NaN if the gradients are not to be believed; the same on all ranks. The norm is multiplied by it.
+        """
+        return 1.0
+
+    def phase(self, step: int) -> int:
+        """The phase that a training step belongs to, by its first step."""
+        return max(first for first in self.phases if first <= step)
+
+    def reset(self) -> None:
+        """Forget all steps."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds beside weights and moments, by its keys. All ranks have equal tensors."""
+        return {}
+
+    def after_load(self) -> None:
+        """The tensors of `state` were filled from a checkpoint."""
+
+    def describe(self, rows: int, device: torch.device) -> list[str]:
+        """What a run computes with, in words: one line, and more for a policy. rows: samples of a micro-batch."""
+        return [f"{self.cfg.compute.dtype} in training and validation"]
+
+
+class LowPrecisionRecipe(PrecisionRecipe):
+    """The policy of a config, its stages, and the history of delayed scaling, the same on all ranks.
 
     A stage with delayed scales has two phases: its first steps take dynamic scales and fill the history. (Gradients
     grow by orders of magnitude in the first steps of a run, while every gate is nearly zero.)
-    remembering: the names of the linears that have delayed sides in any stage, in the order of the model.
-    history: (2 * remembering, precision.history) fp32, the largest magnitudes of past steps with delayed sides, newest
+    delayed_layers: the names of the linears that have delayed sides in any stage, in the order of the model.
+    history: (2 * layers, precision.history) fp32, the largest magnitudes of past steps with delayed sides, newest
     first, 0 where there is none. Each linear has one row for its input, then one for the output's gradient.
     A checkpoint needs nothing else: scales follow from the history.
     """
@@ -42,14 +99,14 @@ class Precision(Arithmetic):
         self.stages = policy.stages(cfg)
         self.switches = {stage.first: stage.preset for stage in self.stages[1:]}
         # By the first step of each phase: its stage, and whether delayed sides take remembered scales.
-        self.ways: dict[int, tuple[policy.Stage, bool]] = {}
+        self.modes: dict[int, tuple[policy.Stage, bool]] = {}
         for stage, end in zip(self.stages, [*self.switches, math.inf]):
-            self.ways[stage.first] = (stage, False)
+            self.modes[stage.first] = (stage, False)
             filled = stage.first + cfg.precision.dynamic_steps
             if filled < end and any(map(is_delayed, stage.pairs.values())):
-                self.ways[filled] = (stage, True)
-        self.phases = tuple(self.ways)
-        self.remembering = policy.layers_with_delayed_scales(cfg)
+                self.modes[filled] = (stage, True)
+        self.phases = tuple(self.modes)
+        self.delayed_layers = policy.layers_with_delayed_scales(cfg)
         self.compiler = {"max_pointwise_cat_inputs": 0}  # transposed codes are written where they belong
 
     def require(self, rows: int) -> None:
@@ -60,21 +117,21 @@ class Precision(Arithmetic):
 
     def attach(self, net: nn.Module, world: World) -> None:
         self.find(net, world.device)
-        gather.install(net, self.cfg)
+        linear.install(net, self.cfg)
         self.first_sample = world.rank * rank_batch(self.cfg, world.size)
         net.register_forward_pre_hook(self._before_forward)
 
     def find(self, net: nn.Module, device: torch.device) -> None:
         """Take the converted linears of a net and give them what training needs."""
         self.linears = [module for module in net.modules() if isinstance(module, PolicyLinear)]
-        self.owners = [one for one in self.linears if one.layer in self.remembering]
+        self.owners = [one for one in self.linears if one.layer in self.delayed_layers]
         # What the chances of each linear depend on. `begin` and forward write the step and the sample in place.
         self.step, self.sample = torch.zeros(2, dtype=torch.int64, device=device).unbind()
         seed = torch.tensor(self.cfg.train.seed, device=device)
         names = list(policy.layers(self.cfg.model))
         for one in self.linears:
             number = torch.tensor(names.index(one.layer), device=device)
-            one.draws = Draws(seed, self.step, self.sample, number)
+            one.draws = RoundingKey(seed, self.step, self.sample, number)
         kinds = [kind for one in self.owners for kind in (one.support.forward, one.support.gradient)]
         self.amaxes = [torch.zeros((), device=device) for _ in kinds]
         self.scales = [(torch.ones((), device=device), torch.ones((), device=device)) for _ in kinds]
@@ -85,10 +142,12 @@ class Precision(Arithmetic):
     def begin(self, step: int) -> None:
         """Works on the host, but for one number that it writes to the device."""
         self.step.fill_(step)
-        stage, is_filled = self.ways[self.phase(step)]
+        stage, is_filled = self.modes[self.phase(step)]
         for one in self.linears:
             one.take(stage.pairs[one.layer])
-        memories = [Remembered(amax, scales if is_filled else None) for amax, scales in zip(self.amaxes, self.scales)]
+        memories = [
+            DelayedScaling(amax, scales if is_filled else None) for amax, scales in zip(self.amaxes, self.scales)
+        ]
         for one, of_input, of_grad in zip(self.owners, memories[0::2], memories[1::2]):
             # A stage without delayed sides notes nothing, so stages that come later do not change what it computes.
             notes = is_delayed(one.pairs)
@@ -118,10 +177,15 @@ class Precision(Arithmetic):
         rolled = torch.cat((amax[:, None], self.history[:, :-1]), dim=1)
         self.history.copy_(torch.where(usable, rolled, self.history))
         torch._foreach_zero_(self.amaxes)
-        self.set_scales()
+        self.after_load()
         return torch.where(amax.isfinite().all(), 1.0, torch.nan)
 
-    def set_scales(self) -> None:
+    def state(self) -> dict[str, Tensor]:
+        """The history of each layer with delayed sides."""
+        return {f"fp8.history.{layer}": rows for layer, rows in zip(self.delayed_layers, self.history.split(2))}
+
+    def after_load(self) -> None:
+        """Scales follow from the history."""
         if self.amaxes:
             amax = self.history.amax(1)
             scale = torch.where(amax > 0, scale_of_magnitude(amax, self.largest), 1.0)  # 1 without history
@@ -130,13 +194,13 @@ class Precision(Arithmetic):
     def reset(self) -> None:
         for tensor in (self.history, *self.amaxes):
             tensor.zero_()
-        self.set_scales()
+        self.after_load()
         self.rows = 0  # of this step, so far
         self.begin(0)
 
     def describe(self, rows: int, device: torch.device) -> list[str]:
         own = self.cfg.precision
-        validation = "as in training, with dynamic scales" if own.eval else self.cfg.parallel.dtype
+        validation = "as in training, with dynamic scales" if own.eval else self.cfg.compute.dtype
         lines = [f"{own.preset}; validation {validation}"]
         arch = fp8.architecture(device) if own.native else ""
         for stage in self.stages:
@@ -145,9 +209,14 @@ class Precision(Arithmetic):
             for name, layer in policy.layers(self.cfg.model).items():
                 products = stage.pairs[name]
                 for product, pair in products.items():
-                    text = f"{product}: {format_pair(pair)}"
+                    text = f"{product}: {pair_text(pair)}"
                     if way(products) == "blocks" and any(pair):
                         text += f" ({kernel(arch, pair, layer.sizes(rows)[product]) or 'emulated'})"
                     counts[text] += 1
             lines += [f"    {count:>4} {text}" for text, count in counts.items()]
         return lines
+
+
+def recipe_of(cfg: Config) -> PrecisionRecipe:
+    """The recipe that a config asks for. Raises: Refusal for a policy that cannot be."""
+    return PrecisionRecipe(cfg) if cfg.precision.is_plain else LowPrecisionRecipe(cfg)
