@@ -125,7 +125,7 @@ def evaluate(cfg: Config, world: World, paths: list[Path], options: argparse.Nam
                 source = weights.open_source(path, cfg.model, options.ema)
                 weights.load(steps.net, source)
         except Refusal as refusal:
-            if not (newer := replaced(path, options.path)):
+            if not (newer := newest_if_deleted(path, options.path)):
                 raise
             cli.notice(f"{refusal}; the newest is {newer}")
             if newer not in paths:
@@ -145,7 +145,7 @@ def evaluate(cfg: Config, world: World, paths: list[Path], options: argparse.Nam
             if cfg.eval.noise == "fresh" and not known:
                 record["note"] = "noise of evaluation 0, as samples are not known; compare with --eval.noise=fixed"
         if artist:
-            place = new_file(options, path)
+            place = unused_path(options, path)
             if pictures := artist.paint(steps.net, at):  # on rank 0
                 artist.save(pictures, place)
             record["pictures"] = str(place)
@@ -155,7 +155,7 @@ def evaluate(cfg: Config, world: World, paths: list[Path], options: argparse.Nam
             print(json.dumps(record) if options.json else text(record))
 
 
-def replaced(path: Path, given: Path) -> Path | None:
+def newest_if_deleted(path: Path, given: Path) -> Path | None:
     """The newest checkpoint of the run that a user gave, if training has deleted the one at `path`. Collective."""
     with ranks.agreed():
         newest = None if path.exists() or path == given else weights.find(given)
@@ -184,7 +184,7 @@ def artist_of(cfg: Config, world: World, val_set: ValSet | None, options: argpar
     return artist
 
 
-def new_file(options: argparse.Namespace, path: Path) -> Path:
+def unused_path(options: argparse.Namespace, path: Path) -> Path:
     """The first free name for pictures of the weights at a path."""
     folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path.cwd()
     mark = "_ema" if options.ema else ""
@@ -203,4 +203,4 @@ def text(record: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    cli.leave(cli.run("eval.py", main, sys.argv[1:]))
+    cli.exit_now(cli.run("eval.py", main, sys.argv[1:]))

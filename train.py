@@ -118,7 +118,7 @@ def main(argv: list[str]) -> int:
 
         # Train, until the target or train.max_samples is reached
         reached = False
-        stack.enter_context(cli.faults())
+        stack.enter_context(cli.os_errors_as_faults())
         log.run_start()  # spec: the first byte of training and validation data is read after this
         try:
             ranks.barrier()  # rank 0 has the clock; no rank reads before it has started
@@ -142,7 +142,7 @@ def main(argv: list[str]) -> int:
                     result = validation_loss(runner, val_set, state.samples, alive.stop_point)
                     log.eval_stop(state.samples, result.val_loss)
                     report.evaluation(state.samples, result, time.perf_counter() - begin)
-                    if warning := mlperf_closed.warning(cfg, report.val_curve):
+                    if warning := mlperf_closed.convergence_warning(cfg, report.val_curve):
                         report.say(warning)
                     reached = result.val_loss <= cfg.eval.target
                 if reached or state.samples >= cfg.train.max_samples:
@@ -207,4 +207,4 @@ def save_and_wait(saver: Saver | None, state: TrainState, reason: str = "", unwr
 
 
 if __name__ == "__main__":
-    cli.leave(cli.run("train.py", main, sys.argv[1:]))
+    cli.exit_now(cli.run("train.py", main, sys.argv[1:]))

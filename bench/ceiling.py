@@ -26,7 +26,7 @@ from flux_ref.precision.fp8 import architecture, has_kernel, support
 from flux_ref.precision.policy import MULTIPLE, layers
 from flux_ref.precision.recipe import DTYPES
 from flux_ref.ranks import World
-from tools.shared import flops
+from tools import flops_and_bytes
 
 WARMUP = 5
 REPEATS = {"cpu": 5, "accelerator": 20}
@@ -120,7 +120,7 @@ def ceiling(cfg: Config, micro_batch: int, clock: Clock) -> dict:
         "micro_batch": micro_batch,
         "dtype": cfg.compute.dtype,
         "tflop": tflop,
-        "share_of_step": tflop / (flops.per_sample(cfg.model) / 1e12 * micro_batch),
+        "share_of_step": tflop / (flops_and_bytes.per_sample(cfg.model) / 1e12 * micro_batch),
         "plain": timed(wanted, maker(cfg, clock), clock),
     }
     try:
@@ -152,7 +152,7 @@ def timed(wanted: list[Product], make: Callable[[Product], Callable], clock: Clo
 
 def achieved(cfg: Config, samples_per_s: float, clock: Clock) -> dict[str, float]:
     """What a rank's rate is worth in 1e12 FLOP/s, beside that of the best square product in the compute dtype."""
-    per_sample = flops.per_sample(cfg.model) / 1e12
+    per_sample = flops_and_bytes.per_sample(cfg.model) / 1e12
     rate = per_sample * samples_per_s
     roof = best_square(maker(cfg, clock), clock)
     return {"per_sample": per_sample, "per_s_per_rank": rate, "ceiling_per_s": roof, "share_of_ceiling": rate / roof}
@@ -182,4 +182,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    cli.leave(cli.run("bench.ceiling", main, sys.argv[1:]))
+    cli.exit_now(cli.run("bench.ceiling", main, sys.argv[1:]))

@@ -27,7 +27,7 @@ from flux_ref.precision.fp8 import architecture
 from flux_ref.ranks import World, device_name
 from flux_ref.report import commit
 from flux_ref.sharding import choose_compile_cache
-from tools.shared import json_option
+from tools import json_option
 
 ALONE = "one rank: no gathers and no reductions, only FSDP2's casts and copies"  # what its figures leave out
 END = "end"

@@ -2,7 +2,7 @@
 
 torch's fake process group answers every collective at once: each part of a gather holds this rank's values, and a
 reduction returns this rank's part. So no byte travels, and values stay finite. What remains is what a rank does itself:
-capture, memory, recipe, FSDP2's copies.
+capture, memory, arithmetic, FSDP2's copies.
 """
 
 from collections import Counter
@@ -20,9 +20,9 @@ from flux_ref import config, ranks
 from flux_ref.config import Config
 from flux_ref.precision.fp8 import architecture
 from flux_ref.ranks import World
-from tools.plan import footprint, memory
+from tools import flops_and_bytes
+from tools.plan import memory, region_costs
 from tools.plan.plan import GB
-from tools.shared import communication
 
 COLLECTIVES = {  # functions that FSDP2 calls, and what they do; torch 2.14 calls those with new names
     "all_gather_into_tensor": "all_gather",
@@ -72,11 +72,11 @@ def beside_plan(cfg: Config, world: World, step: Callable[[], object]) -> dict:
     The plan's memory is to be compared with peak_memory_gb of bench.step's report. GB are 1e9 bytes.
     """
     rows = config.micro_batch(cfg, world.size)
-    layout = communication.layout(cfg, world.size, world.replicas)
-    footprints = footprint.trace(cfg, architecture(world.device), rows)
+    layout = flops_and_bytes.fsdp_layout(cfg, world.size, world.replicas)
+    footprints = region_costs.trace(cfg, architecture(world.device), rows)
     with counted(world) as sent:
         step()
-    planned = communication.sent(cfg, layout, micros=ceil(config.rank_batch(cfg, world.size) / rows))
+    planned = flops_and_bytes.sent(cfg, layout, micros=ceil(config.rank_batch(cfg, world.size) / rows))
     return {
         "note": f"{world.size} ranks of which one exists: no byte travelled, and nothing waited for links",
         "sent_gb": {name: size / GB for name, size in sent.items()},

@@ -157,4 +157,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    cli.leave(cli.run("bench.race", main, sys.argv[1:]))
+    cli.exit_now(cli.run("bench.race", main, sys.argv[1:]))

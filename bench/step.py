@@ -218,4 +218,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    cli.leave(cli.run("bench.step", main, sys.argv[1:]))
+    cli.exit_now(cli.run("bench.step", main, sys.argv[1:]))

@@ -55,7 +55,7 @@ def prune(run: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints, and what interrupted saves and deletions have left."""
     for path in list_checkpoints(run)[:-keep]:
         path.rename(path.with_name(f".{path.name}.deleted{files.PARTIAL}"))
-    files.clear(folder_of(run))
+    files.remove_partial_files(folder_of(run))
 
 
 Records = Sequence[tuple[str, str]]  # the name of a file of the run, and a line for it
@@ -248,7 +248,7 @@ class Saver:
         for group in self.host:
             for key, copy in group.items():
                 copy.local.copy_(rows[key].local, non_blocking=True)
-        wait_for_copy = ranks.end_of_copies(self.world.device)
+        wait_for_copy = ranks.make_copy_waiter(self.world.device)
         self.thread = threading.Thread(target=self._save, args=(info, wait_for_copy), daemon=True)
         self.thread.start()
 

@@ -97,7 +97,7 @@ def between(least: float, most: float, kind: type = int) -> Callable[[str], floa
 
 def run(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run a command and return its exit code. name: of the command, for its message."""
-    with redirect_stdout(Terminal(sys.stdout)), redirect_stderr(Terminal(sys.stderr)):
+    with redirect_stdout(BrokenPipeSafeStream(sys.stdout)), redirect_stderr(BrokenPipeSafeStream(sys.stderr)):
         try:
             code = task(argv)
             sys.stdout.flush()
@@ -112,13 +112,13 @@ def run(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
             return (stop or Fault).exit_code
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End the process at once: static destructors of a backend's threads can abort a finished run, and after a fault
     other ranks may wait in a collective.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
-            Terminal(stream).flush()
+            BrokenPipeSafeStream(stream).flush()
     os._exit(code)
 
 
@@ -135,7 +135,7 @@ def in_words(error: BaseException) -> Stop | None:
         return Refusal(f"a file or a value nests too many brackets ({text}); give another one")
     if isinstance(error, OSError):
         kind = Fault if error.errno in BROKEN_DISK else Refusal
-        return kind(told(error), alone=True)
+        return kind(describe_os_error(error), alone=True)
     if isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", str(error)):
         text += "; free memory, or lower train.micro_batch, eval.batch or pictures.count"
         return Fault(f"out of memory: {text}", alone=True)
@@ -149,12 +149,12 @@ def in_words(error: BaseException) -> Stop | None:
 
 
 @contextmanager
-def faults() -> Iterator[None]:
+def os_errors_as_faults() -> Iterator[None]:
     """For a block that trains: an OSError in it is a fault, since a start may find another disk."""
     try:
         yield
     except OSError as error:
-        raise Fault(told(error), alone=True) from error
+        raise Fault(describe_os_error(error), alone=True) from error
 
 
 def complain(name: str, stop: Stop) -> None:
@@ -174,7 +174,7 @@ def notice(line: str) -> None:
         print(one_line(line), file=sys.stderr, flush=True)
 
 
-class Terminal:
+class BrokenPipeSafeStream:
     """A stream whose reader may go away, as `| tee` does at Ctrl-C. What follows is then written nowhere.
 
     stream: None is one that was closed at the start, as by `>&-`. Letters that its encoding lacks are written as in
@@ -205,30 +205,30 @@ class Terminal:
                 raise
 
 
-class Progress:
+class ProgressCount:
     """What this process has done: items of loops over files, bytes of weights. The hang watch sees whether it grows."""
 
     total = 0
 
 
-def counted(items: Iterable) -> Iterator:
+def count_progress(items: Iterable) -> Iterator:
     """The items of a loop over files. Each counts as progress, so a long loop is no hang."""
     for item in items:
         yield item
-        Progress.total += 1
+        ProgressCount.total += 1
 
 
 def progress(iterable=None, **options: Any) -> tqdm:
     """tqdm, with a line every ten seconds in a log file, over items that count as progress; options are tqdm's."""
     if hasattr(iterable, "__len__"):
         options.setdefault("total", len(iterable))
-    iterable = iterable and counted(iterable)
+    iterable = iterable and count_progress(iterable)
     if not sys.stderr.isatty():
-        options |= {"mininterval": 10.0, "position": 0, "file": Lines()}
+        options |= {"mininterval": 10.0, "position": 0, "file": LogFileBar()}
     return tqdm(iterable, **options)
 
 
-class Lines:
+class LogFileBar:
     """Standard error for a bar in a log file: a line for each state, where a terminal's cursor would move."""
 
     newest = ""
@@ -243,7 +243,7 @@ class Lines:
         """Nothing waits."""
 
 
-def told(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """An error of the system in words: the file, what is wrong and what to do."""
     if error.filename is None:
         text = str(error.strerror or error)

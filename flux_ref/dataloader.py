@@ -31,7 +31,7 @@ PADDING = -1  # timestep of a row without a sample
 
 def fields(model: ModelConfig) -> dict[str, tuple[Shape, torch.dtype]]:
     """Shape (without the batch axis) and dtype of everything in a batch."""
-    stored = dataset.layout(model).shapes
+    stored = dataset.sample_layout(model).shapes
     return {name: (shape, torch.bfloat16) for name, shape in stored.items()} | {
         "latent_eps": (model.latent_shape, torch.float32),
         "noise": (model.latent_shape, torch.float32),
@@ -122,7 +122,7 @@ def copy_next(feed: Feed, batch: Batch) -> float:
         waited = 0.0
     for name, tensor in batch.items():
         tensor.copy_(host.tensors[name], non_blocking=True)
-    host.wait_for_copy = ranks.end_of_copies(device)
+    host.wait_for_copy = ranks.make_copy_waiter(device)
     return waited
 
 
@@ -144,7 +144,7 @@ class SampleSet:
         self.rank = rank
         self.size = size
         folder = cfg.data.val if self.split == "val" else cfg.data.train or "."
-        self.shards = dataset.ShardSet(folder, dataset.layout(cfg.model))
+        self.shards = dataset.ShardSet(folder, dataset.sample_layout(cfg.model))
         self.count = len(self.shards)  # samples
         wanted = getattr(cfg.data, f"{self.split}_samples")
         if folder and wanted not in (0, self.count):

@@ -28,7 +28,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from flux_ref import files
-from flux_ref.cli import Refusal, counted, one_line, shown
+from flux_ref.cli import Refusal, count_progress, one_line, shown
 from flux_ref.config import ModelConfig, Shape, Shapes
 
 MEMBERS = ("t5", "clip", "mean", "logvar")
@@ -55,7 +55,7 @@ def npy_header(shape: Shape) -> bytes:
     return stream.getvalue()
 
 
-class Layout:
+class SampleLayout:
     """The bytes of one sample, given the shape of each member."""
 
     def __init__(self, shapes: Shapes):
@@ -75,11 +75,11 @@ class Layout:
         return np.frombuffer(blob, np.uint16, offset=NPY_HEADER).reshape(shape)
 
 
-def layout(model: ModelConfig) -> Layout:
+def sample_layout(model: ModelConfig) -> SampleLayout:
     """The layout of samples for a model."""
     latent = model.latent_shape
     text = (model.text_tokens, model.t5_dim)
-    return Layout({"t5": text, "clip": (model.clip_dim,), "mean": latent, "logvar": latent})
+    return SampleLayout({"t5": text, "clip": (model.clip_dim,), "mean": latent, "logvar": latent})
 
 
 # Reading
@@ -99,7 +99,7 @@ Sample = tuple[Meta, Arrays]
 class Shard:
     """One file of samples."""
 
-    def __init__(self, path: Path, layout: Layout):
+    def __init__(self, path: Path, layout: SampleLayout):
         """Count the samples by the size of the file, which is not opened. Raises: Refusal, OSError.
 
         An archive ends after its end marker, or is padded to a multiple of RECORD bytes, as tar does.
@@ -175,7 +175,7 @@ def _tar_header(block: bytes) -> tuple[str, int]:
 class ShardSet:
     """A data set as one sequence of samples, in the order of its shards."""
 
-    def __init__(self, folder: str | Path, layout: Layout):
+    def __init__(self, folder: str | Path, layout: SampleLayout):
         """Look at names and sizes alone: no shard of the right size is opened (spec: not before run_start).
 
         folder: "" holds no samples.
@@ -183,7 +183,7 @@ class ShardSet:
         """
         self.layout = layout
         self.paths = paths_of(Path(folder)) if folder else []
-        self.shards = [Shard(path, layout) for path in counted(self.paths)]
+        self.shards = [Shard(path, layout) for path in count_progress(self.paths)]
         # The index of each shard's first sample, and at the end the number of samples.
         self.first = list(accumulate((shard.count for shard in self.shards), initial=0))
 
@@ -192,7 +192,7 @@ class ShardSet:
 
     def __iter__(self) -> Iterator[Sample]:
         """Every sample of an open set, as `sample` gives it."""
-        return map(self.sample, counted(range(len(self))))
+        return map(self.sample, count_progress(range(len(self))))
 
     def open(self) -> None:
         for shard in self.shards:
@@ -200,7 +200,7 @@ class ShardSet:
 
     def drop_page_cache(self) -> None:
         """Drop the shards' clean pages from the operating system's cache, where HAS_FADVISE. Reads no byte."""
-        for path in counted(self.paths):
+        for path in count_progress(self.paths):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -236,7 +236,7 @@ def from_bf16_bits(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def read_empty(folder: str | Path, layout: Layout) -> Arrays:
+def read_empty(folder: str | Path, layout: SampleLayout) -> Arrays:
     """The encodings of the empty caption, {"t5", "clip"} as bf16 bits.
 
     Reads t5_empty.npy and clip_empty.npy in float16, float32 or bf16 bits, with or without a batch axis.

@@ -19,7 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from flux_ref.cli import Progress, Refusal, notice
+from flux_ref.cli import ProgressCount, Refusal, notice
 
 PARTIAL = ".flux_ref_partial"  # how the names of what is being written end
 
@@ -64,7 +64,7 @@ def matching(folder: Path, pattern: str) -> list[Path]:
         return []
 
 
-def raised(error: OSError) -> NoReturn:
+def reraise(error: OSError) -> NoReturn:
     """For os.walk, which would leave out a folder that it may not read."""
     raise error
 
@@ -128,7 +128,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def clear(folder: Path, name: str = "") -> None:
+def remove_partial_files(folder: Path, name: str = "") -> None:
     """Remove what killed processes left in a folder: all unfinished files, or those that would become `name`.
 
     Nobody else may be writing such files now. What cannot be removed stays.
@@ -195,7 +195,7 @@ def lock(path: Path, what: str, waits: bool = False) -> Iterator[None]:
                     raise Refusal(f"{what} is in use by another job; wait for it, or choose another folder")
                 notice(f"{what} is in use by another job; this job waits for it")
                 time.sleep(0.2)
-                Progress.total += 1  # the job that has the lock watches itself
+                ProgressCount.total += 1  # the job that has the lock watches itself
         except OSError as error:
             notice(f"warning: {path} cannot be locked ({error.strerror}), so another job would not be noticed")
         yield

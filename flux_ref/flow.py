@@ -21,7 +21,7 @@ from torch import Tensor
 SCALE, SHIFT = 0.3611, 0.1159  # BFL flux, autoencoder of FLUX.1: latent = SCALE * (z - SHIFT)
 
 
-def sample(mean_BCYX: Tensor, logvar_BCYX: Tensor, eps_BCYX: Tensor) -> Tensor:
+def sample_latent(mean_BCYX: Tensor, logvar_BCYX: Tensor, eps_BCYX: Tensor) -> Tensor:
     """Draw the latent from the autoencoder's posterior and scale it to about unit variance: (B, C, Y, X) fp32.
 
     mean, logvar: output of the encoder, any float dtype. eps: N(0, 1).
@@ -72,7 +72,7 @@ def losses(net: Callable[..., Tensor], batch: dict[str, Tensor], dtype: torch.dt
     batch: the fields of data.fields, on the net's device.
     dtype: of the network's activations.
     """
-    latent_BCYX = sample(batch["mean"], batch["logvar"], batch["latent_eps"])
+    latent_BCYX = sample_latent(batch["mean"], batch["logvar"], batch["latent_eps"])
     x_BCYX = interpolate(latent_BCYX, batch["noise"], batch["t"])
     target_BNP = pack(batch["noise"] - latent_BCYX)
     predicted_BNP = net(pack(x_BCYX).to(dtype), batch["t5"].to(dtype), batch["clip"].to(dtype), batch["t"])

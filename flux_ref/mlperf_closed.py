@@ -57,7 +57,7 @@ HEAD = {  # the official names of a run's values in their order; spec: the batch
 }
 
 
-def judge(found: Values, rehearsal: bool) -> list[str]:
+def find_departures(found: Values, rehearsal: bool) -> list[str]:
     """The departures among values of all keys in FIXED, in words; None is an unknown value.
 
     A rehearsal may have a smaller model and smaller data.
@@ -71,17 +71,17 @@ def judge(found: Values, rehearsal: bool) -> list[str]:
     return departures
 
 
-def narrowest(cfg: Config, *products: str) -> str:
+def narrowest_precision(cfg: Config, *products: str) -> str:
     """The narrowest format in these products of the blocks' linears, as the log names it. No product: in all."""
     plain = DTYPE_NAMES[cfg.compute.dtype]
     if cfg.precision.is_plain:
         return plain
-    return policy.narrowest(cfg, *products) or plain
+    return policy.narrowest_format(cfg, *products) or plain
 
 
 def values(cfg: Config, train_samples: int, val_samples: int) -> Values:
     """A config's values of all keys in FIXED, and others. train_samples, val_samples: samples in the data sets."""
-    precision = narrowest(cfg, "forward") if cfg.precision.eval else DTYPE_NAMES[cfg.compute.dtype]
+    precision = narrowest_precision(cfg, "forward") if cfg.precision.eval else DTYPE_NAMES[cfg.compute.dtype]
     return flat(cfg) | {"data.train_samples": train_samples, "data.val_samples": val_samples, VAL_PRECISION: precision}
 
 
@@ -90,7 +90,7 @@ def departures(cfg: Config, train_samples: int, val_samples: int) -> list[str]:
 
     In the open division only given weights do (rules, "Weight and Bias Initialization").
     """
-    found = judge(values(cfg, train_samples, val_samples), cfg.mllog.rehearsal)
+    found = find_departures(values(cfg, train_samples, val_samples), cfg.mllog.rehearsal)
     is_closed = cfg.mllog.submission_division == "closed"
     return [text for text in found if is_closed or text.startswith("init.weights")]
 
@@ -108,7 +108,7 @@ def verdict(cfg: Config, train_samples: int, val_samples: int) -> str:
     return REHEARSAL if cfg.mllog.rehearsal else ""
 
 
-def head(cfg: Config, world_size: int, train_samples: int, val_samples: int) -> dict[str, object]:
+def log_entries(cfg: Config, world_size: int, train_samples: int, val_samples: int) -> dict[str, object]:
     """What the benchmark's log tells of a run before the clock starts, by key, in its order.
 
     train_samples, val_samples: samples in the data sets.
@@ -128,7 +128,7 @@ def head(cfg: Config, world_size: int, train_samples: int, val_samples: int) -> 
     parallel = cfg.parallel
     # Precision and parallelism. Rules 5.1.0 and 6.0.0 do not need these lines; 6.1.0 does.
     entries |= {
-        "lowest_numerical_precision_in_linear": narrowest(cfg),
+        "lowest_numerical_precision_in_linear": narrowest_precision(cfg),
         "lowest_numerical_precision_in_attn": DTYPE_NAMES[cfg.compute.dtype],
         "lowest_numerical_precision_in_comm": "bfloat16"
         if "bf16" in (cfg.compute.dtype, parallel.reduce_dtype)
@@ -158,7 +158,7 @@ class Point(NamedTuple):
     high: float
 
 
-def public_band(global_batch: int) -> list[Point]:
+def load_public_curve(global_batch: int) -> list[Point]:
     """The public runs of a batch by ascending samples; empty for a batch that no system has submitted."""
     with PUBLIC.open() as file:
         rows = [row for row in csv.DictReader(file) if row["global_batch"] == str(global_batch)]
@@ -170,9 +170,9 @@ def is_benchmark(cfg: Config) -> bool:
     return cfg.model == ModelConfig() and cfg.eval.target == EvalConfig.target
 
 
-def warning(cfg: Config, curve: Sequence[tuple[float, float]]) -> str:
+def convergence_warning(cfg: Config, curve: Sequence[tuple[float, float]]) -> str:
     """One line if the last two of a run's (training samples, loss) lie above the band, else ""."""
-    band = public_band(cfg.train.global_batch) if cfg.eval.band and is_benchmark(cfg) else []
+    band = load_public_curve(cfg.train.global_batch) if cfg.eval.band and is_benchmark(cfg) else []
     if len(curve) < 2 or not band:
         return ""
     grid, _, _, high = zip(*band)

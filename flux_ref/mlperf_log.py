@@ -65,7 +65,7 @@ class BenchmarkLog(logging.Handler):
         self.rehearsal = mlperf_closed.REHEARSAL if cfg.mllog.rehearsal else ""
         if cfg.mllog.submission_division == "open":
             self.loss_keys.append("averaged_validation_loss")  # checker, open_flux1.yaml
-        for key, value in mlperf_closed.head(cfg, world_size, train_samples, val_samples).items():
+        for key, value in mlperf_closed.log_entries(cfg, world_size, train_samples, val_samples).items():
             self.mllogger.event(key, value)
         for departure in mlperf_closed.departures(cfg, train_samples, val_samples):
             self.disqualify(departure)

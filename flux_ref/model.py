@@ -74,7 +74,7 @@ def timestep_embedding(t_B: Tensor) -> Tensor:
     return torch.cat((angle.cos(), angle.sin()), dim=-1)
 
 
-def modulate(x_BSD: Tensor, shift_B1D: Tensor, scale_B1D: Tensor) -> Tensor:
+def modulated_norm(x_BSD: Tensor, shift_B1D: Tensor, scale_B1D: Tensor) -> Tensor:
     """Layer norm without weights, then the adaptive scale and shift."""
     # numerics: layer_norm reduces in fp32 for every input dtype.
     return (1 + scale_B1D) * F.layer_norm(x_BSD, x_BSD.shape[-1:], eps=NORM_EPS) + shift_B1D
@@ -175,15 +175,15 @@ class DoubleStreamBlock(nn.Module):
 
         lengths = (txt_BTD.shape[1], img_BND.shape[1])  # port: text comes first in the joint sequence
         txt_rope_TR2, img_rope_NR2 = rope_SR2.split(lengths)
-        img_parts = self.img_attn.project(modulate(img_BND, img_shift1, img_scale1), img_rope_NR2)
-        txt_parts = self.txt_attn.project(modulate(txt_BTD, txt_shift1, txt_scale1), txt_rope_TR2)
+        img_parts = self.img_attn.project(modulated_norm(img_BND, img_shift1, img_scale1), img_rope_NR2)
+        txt_parts = self.txt_attn.project(modulated_norm(txt_BTD, txt_shift1, txt_scale1), txt_rope_TR2)
         joint = [torch.cat(parts, dim=1) for parts in zip(txt_parts, img_parts)]  # queries, keys and values
         txt_out_BTD, img_out_BND = attention(*joint).split(lengths, dim=1)
 
         img_BND = img_BND + img_gate1 * self.img_attn.proj(img_out_BND)
-        img_BND = img_BND + img_gate2 * self.img_mlp(modulate(img_BND, img_shift2, img_scale2))
+        img_BND = img_BND + img_gate2 * self.img_mlp(modulated_norm(img_BND, img_shift2, img_scale2))
         txt_BTD = txt_BTD + txt_gate1 * self.txt_attn.proj(txt_out_BTD)
-        txt_BTD = txt_BTD + txt_gate2 * self.txt_mlp(modulate(txt_BTD, txt_shift2, txt_scale2))
+        txt_BTD = txt_BTD + txt_gate2 * self.txt_mlp(modulated_norm(txt_BTD, txt_shift2, txt_scale2))
         return img_BND, txt_BTD
 
 
@@ -205,7 +205,7 @@ class SingleStreamBlock(nn.Module):
     def forward(self, x_BSD: Tensor, vec_BD: Tensor, rope_SR2: Tensor) -> Tensor:
         """x: (B, S, D), text first. Returns the same shape. rope: fp32."""
         shift_B1D, scale_B1D, gate_B1D = self.modulation(vec_BD)
-        *qkv, inner_BSM = self.linear1(modulate(x_BSD, shift_B1D, scale_B1D)).split(self.widths, dim=-1)
+        *qkv, inner_BSM = self.linear1(modulated_norm(x_BSD, shift_B1D, scale_B1D)).split(self.widths, dim=-1)
         attended_BSD = attention(*self.norm(*qkv, rope_SR2))
         out_BSD = self.linear2(torch.cat((attended_BSD, F.gelu(inner_BSM, approximate="tanh")), dim=-1))
         return x_BSD + gate_B1D * out_BSD
@@ -222,7 +222,7 @@ class LastLayer(nn.Module):
     def forward(self, img_BND: Tensor, vec_BD: Tensor) -> Tensor:
         """The velocity of the image tokens: (B, N, P). port: shift comes first; diffusers' files have scale first."""
         shift_B1D, scale_B1D = self.adaLN_modulation(vec_BD)[:, None, :].chunk(2, dim=-1)
-        return self.linear(modulate(img_BND, shift_B1D, scale_B1D))
+        return self.linear(modulated_norm(img_BND, shift_B1D, scale_B1D))
 
 
 class Flux(nn.Module):

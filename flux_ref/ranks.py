@@ -261,7 +261,7 @@ def host_group(name: str) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.new_group(backend=BACKENDS["cpu"], timeout=PATIENCE, group_desc=name))
 
 
-def end_of_copies(device: torch.device) -> Callable[[], None]:
+def make_copy_waiter(device: torch.device) -> Callable[[], None]:
     """A function that waits for the copies that were just enqueued. Any thread may call it."""
     if device.type == "cpu":
         return lambda: None

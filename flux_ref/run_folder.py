@@ -87,7 +87,7 @@ def begin(cfg: Config, world: World, saved: Path | None, stack: ExitStack) -> st
         if world.rank == 0:
             folder = config.run_dir(cfg).resolve()
             for place in (folder, folder / "samples", checkpoint.folder_of(folder)):  # also of a run that is moved
-                files.clear(place)
+                files.remove_partial_files(place)
             if not saved and _holds_run(folder):
                 reason = "" if cfg.run.start_fresh else " has no checkpoint to go on from, so this run begins anew; it"
                 told = f"the run that was in {folder}{reason} lies in {_move_aside(folder)}"

@@ -9,7 +9,7 @@ import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flux_ref.cli import Progress, Refusal
+from flux_ref.cli import ProgressCount, Refusal
 from flux_ref.files import naming, sync
 
 
@@ -30,7 +30,7 @@ def read_rows(path: Path, name: str, first: int, count: int, what: str) -> Tenso
     """Rows of a tensor, in the file's dtype. what: as for `opened`. Raises: Refusal."""
     with opened(path, what) as file:
         rows = file.get_slice(name)[first : first + count]
-    Progress.total += rows.nbytes
+    ProgressCount.total += rows.nbytes
     return rows
 
 
@@ -43,14 +43,14 @@ def write(path: Path, tensors: dict[str, Tensor]) -> int:
     with naming(path):
         path.write_bytes(content)
         sync(path)
-    Progress.total += len(content)
+    ProgressCount.total += len(content)
     return zlib.crc32(content)
 
 
 def crc32(path: Path) -> int:
     """The CRC-32 of a file's bytes. Takes the file's size of host memory. Raises: OSError."""
     content = path.read_bytes()
-    Progress.total += len(content)
+    ProgressCount.total += len(content)
     return zlib.crc32(content)
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of a run: learning rate, what is due when. No state, no torch.
+"""The schedule of a run: learning rate, what is due when. No state, no torch.
 
 The benchmark's clock is `samples`, the training samples that all ranks have consumed. One step adds one global batch.
 """

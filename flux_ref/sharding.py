@@ -71,7 +71,7 @@ def regions(blocks: nn.ModuleList, cfg: Config) -> nn.ModuleList:
     )
 
 
-def freed(cfg: ParallelConfig, regions: int) -> int:
+def freed_regions(cfg: ParallelConfig, regions: int) -> int:
     """How many of the first regions FSDP2 frees after forward and gathers again for backward."""
     return max(0, regions - cfg.kept_regions) if cfg.kept_regions >= 0 else 0
 
@@ -124,7 +124,7 @@ def shard(plain: Flux, cfg: Config, world: World, recipe: PrecisionRecipe) -> Sh
         reduce_dtype=DTYPES[parallel.reduce_dtype],
         cast_forward_inputs=False,  # numerics: True would round t and RoPE to compute.dtype
     )
-    first_kept = freed(parallel, len(units))
+    first_kept = freed_regions(parallel, len(units))
     for i, unit in enumerate(units):
         fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=i < first_kept)
     net = cast(ShardedFlux, fully_shard(plain, mesh=world.mesh, mp_policy=mixed_precision))

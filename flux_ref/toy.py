@@ -102,7 +102,7 @@ def _all_pictures(rows: int, columns: int) -> tuple[list[str], np.ndarray]:
     return [drawing.caption for drawing, *_ in known], np.stack(pictures)
 
 
-def judge(pictures: list[np.ndarray], captions: list[str]) -> dict[str, str]:
+def find_wrong_pictures(pictures: list[np.ndarray], captions: list[str]) -> dict[str, str]:
     """{caption: what its picture shows} of the generated pictures that do not show their caption.
 
     A picture shows the drawing that differs least from it, by the mean squared difference of a value at half size, or
@@ -164,7 +164,7 @@ def encode_caption(caption: str, model: ModelConfig, own: bool = False) -> dict[
     """
     tokens = model.text_tokens
     vector = _spelled_vector if own else _word_vector
-    padded = (words(caption) + [""] * tokens)[:tokens]
+    padded = (tokenize(caption) + [""] * tokens)[:tokens]
     states = np.stack([vector(word, model.t5_dim) for word in padded])
     if own:
         states += 0.5 * np.stack([_word_vector(f"place {i}", model.t5_dim) for i in range(tokens)])
@@ -172,7 +172,7 @@ def encode_caption(caption: str, model: ModelConfig, own: bool = False) -> dict[
     return {"t5": states.astype(np.float32), "clip": pooled.astype(np.float32)}
 
 
-def words(caption: str) -> list[str]:
+def tokenize(caption: str) -> list[str]:
     """What has a vector of its own."""
     return re.findall(r"\w+", caption.lower())
 
@@ -184,10 +184,10 @@ def unknown_words(prompts: list[str], cfg: Config) -> list[str]:
     """
     if not prompts or cfg.data.kind != "toy" or not Path(cfg.data.train).is_dir():
         return []
-    samples = dataset.ShardSet(cfg.data.train, dataset.layout(cfg.model))
+    samples = dataset.ShardSet(cfg.data.train, dataset.sample_layout(cfg.model))
     samples.open()
-    known = {word for meta, _ in samples for word in words(meta.caption)}
-    return [word for word in dict.fromkeys(words(" ".join(prompts))) if word not in known]
+    known = {word for meta, _ in samples for word in tokenize(meta.caption)}
+    return [word for word in dict.fromkeys(tokenize(" ".join(prompts))) if word not in known]
 
 
 @functools.cache
@@ -228,10 +228,12 @@ def _samples(cfg: Config, split: str) -> Iterator[Sample]:
         draw = rng.words(0, rng.TOY_SHAPES, 2, sample=i, epoch=int(split == "val"))
         shift = JITTER * (2 * rng.uniform(draw) - 1)
         picture = render(drawing, model.latent_height * 8, model.latent_width * 8, *shift)
-        yield sample(split, i, picture, drawing.caption, model)
+        yield make_sample(split, i, picture, drawing.caption, model)
 
 
-def sample(split: str, index: int, picture: np.ndarray, caption: str, model: ModelConfig, own: bool = False) -> Sample:
+def make_sample(
+    split: str, index: int, picture: np.ndarray, caption: str, model: ModelConfig, own: bool = False
+) -> Sample:
     """Sample `index` of train or val. In validation the timesteps take turns.
 
     picture: as for `encode`. own: as for `encode_caption`.
@@ -267,6 +269,6 @@ def make_once(folder: Path, make: Callable[[], None]) -> None:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with files.lock(folder.with_name(f".{folder.name}.lock"), str(folder), waits=True):
-        files.clear(folder.parent, folder.name)
+        files.remove_partial_files(folder.parent, folder.name)
         if not folder.exists():
             make()

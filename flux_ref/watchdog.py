@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from flux_ref import ranks
-from flux_ref.cli import Fault, Interrupted, Progress, told
+from flux_ref.cli import Fault, Interrupted, ProgressCount, describe_os_error
 
 # They save a checkpoint and end the run: torchrun, job schedulers ahead of a limit (the next three), a closed terminal,
 # Ctrl-\.
@@ -110,7 +110,7 @@ class Watchdog:
 
     def _progress(self) -> int:
         """A number that changes with each progress of any rank. Without the store it is this rank's."""
-        own = self.marks + Progress.total
+        own = self.marks + ProgressCount.total
         if self.store:
             try:
                 total = self.store.add("progress", own - self.told)
@@ -147,7 +147,7 @@ class Watchdog:
         """Let all ranks stop at the next stop point, if there is a failure: a file of this rank cannot be written."""
         if failure:
             self.signal = FAILED
-            self.reason = told(failure)
+            self.reason = describe_os_error(failure)
 
     def stop_point(self, place: str) -> None:
         """Note the place of this rank after each step and each validation batch. Collective.

@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 from flux_ref import ranks
-from flux_ref.cli import Fault, Options, Refusal, between, leave, run
+from flux_ref.cli import Fault, Options, Refusal, between, exit_now, run
 from flux_ref.config import ParallelConfig
 from flux_ref.precision import fp8
 from flux_ref.watchdog import Watchdog
-from tools.shared import json_option
+from tools import json_option
 
 LONG_S = 1.0  # of a measurement, in which a device that is too hot slows down
 TIMES = 50  # of a collective, alike on all ranks
@@ -134,7 +134,7 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def rates(world: ranks.World, medians: dict[str, float]) -> dict[str, object]:
-    """What tools/plan/hardware.py knows of a card, as measured. A link that no round has measured has rate 0."""
+    """What tools/plan/plan.py knows of a card, as measured. A link that no round has measured has rate 0."""
     if world.device.type == "cpu":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
@@ -219,4 +219,4 @@ def check(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(run("preflight", check, sys.argv[1:]))  # at once: a measurement that hangs would keep the process
+    exit_now(run("preflight", check, sys.argv[1:]))  # at once: a measurement that hangs would keep the process

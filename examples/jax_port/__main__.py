@@ -2,7 +2,7 @@
 
     pip install jax safetensors
     python examples/jax_port tests/golden dump.safetensors
-    python -m tools.golden dump.safetensors
+    python -m tools.golden.check dump.safetensors
 
 It reads config.toml, index.json and the values that the index calls given: start weights and the data set.
 draws.py, network.py and training.py are the port. This file calls them, from the first draw to the validation loss.

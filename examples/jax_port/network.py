@@ -1,4 +1,4 @@
-"""FLUX.1 and its objective as pure functions of the weights. The page docs/arithmetic.md defines both.
+"""FLUX.1 and its objective as pure functions of the weights. The page docs/numerics.md defines both.
 
 Axes: B batch, C channels, Y X of the latent, N image tokens, P features of a packed token, T text tokens, S = T + N,
 D hidden, H heads, K features of a head, R = K / 2 rotations.

@@ -1,4 +1,4 @@
-"""Batches, clipping and AdamW, a run of some steps, and validation. See docs/draws.md and docs/arithmetic.md."""
+"""Batches, clipping and AdamW, a run of some steps, and validation. See docs/draws.md and docs/numerics.md."""
 
 import draws
 import jax.numpy as jnp

@@ -188,7 +188,7 @@ class Gallery(Artist):
         few = ", as no more captions differ" * (len(pictures) < self.cfg.pictures.count)
         self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures{few}: {path}")
         if self.cfg.data.kind == "toy" and not self.cfg.data.pictures:
-            self.report.judged(samples, len(pictures), toy.judge(pictures, self.captions))
+            self.report.judged(samples, len(pictures), toy.find_wrong_pictures(pictures, self.captions))
 
 
 # Pixels

@@ -26,8 +26,8 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 from webdataset.tariterators import base_plus_ext
 
-from flux_ref.cli import Refusal, counted, notice, shown
-from flux_ref.files import decode, json_object, raised, read_bytes, read_text
+from flux_ref.cli import Refusal, count_progress, notice, shown
+from flux_ref.files import decode, json_object, read_bytes, read_text, reraise
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
@@ -170,7 +170,7 @@ def find(root: Path) -> list[str]:
     Raises: OSError for a folder that may not be read.
     """
     names = []
-    for folder, folders, own in counted(os.walk(root, onerror=raised, followlinks=True)):
+    for folder, folders, own in count_progress(os.walk(root, onerror=reraise, followlinks=True)):
         place = Path(folder)
         above = {parent.resolve() for parent in (place, *place.parents)}
         folders[:] = [name for name in folders if name[0] != "." and (place / name).resolve() not in above]

@@ -94,7 +94,7 @@ def make(folder: Path, root: Path, model: ModelConfig) -> None:
                 values = pixels.numpy() / np.float32(127.5) - 1
                 number = counts.total()
                 split = "val" if is_held_out(number) else "train"
-                dataset.add(new[split], *toy.sample(split, counts[split], values, caption, model, own=True))
+                dataset.add(new[split], *toy.make_sample(split, counts[split], values, caption, model, own=True))
                 counts[split] += 1
                 if number < SHOWN:
                     pairs += [values, toy.decode(toy.encode(values))]

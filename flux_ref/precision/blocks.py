@@ -222,7 +222,7 @@ def native(name: str, left: Quantized, right: Quantized) -> Tensor:
     """(M, K) and (N, K) to bf16 (M, N) by a kernel."""
     a, a_scales = operand(KERNELS[name], *left)
     b, b_scales = operand(KERNELS[name], *right)
-    return _device_mm(a, b.t(), a_scales, b_scales, name)
+    return _native_mm(a, b.t(), a_scales, b_scales, name)
 
 
 def operand(kernel: Kernel, values_RS: Tensor, scales: Tensor, whole: Tensor | None) -> tuple[Tensor, list[Tensor]]:
@@ -252,7 +252,7 @@ def swizzled(codes_RS: Tensor) -> Tensor:
 
 # Compilers see bytes only: Inductor knows no FP4, and torch 2.11's rules for fake tensors refuse right calls.
 @torch.library.custom_op("flux_ref::native_mm", mutates_args=())
-def _device_mm(a: Tensor, b: Tensor, a_scales: list[Tensor], b_scales: list[Tensor], name: str) -> Tensor:
+def _native_mm(a: Tensor, b: Tensor, a_scales: list[Tensor], b_scales: list[Tensor], name: str) -> Tensor:
     """torch's product of operands, the right one turned. name: of the kernel."""
     kernel = KERNELS[name]
     kinds = BLOCKS if kernel.scale is E8M0 else TWO_LEVELS
@@ -264,6 +264,6 @@ def _device_mm(a: Tensor, b: Tensor, a_scales: list[Tensor], b_scales: list[Tens
     return scaled_mm(a, b, left, kinds, right, kinds, swizzles, swizzles, output_dtype=torch.bfloat16)
 
 
-_device_mm.register_fake(product_like)
+_native_mm.register_fake(product_like)
 # A product of FP4 counts half: two codes share a byte, and it takes half the time.
 register_flop_formula(torch.ops.flux_ref.native_mm, get_raw=True)(product_flop)

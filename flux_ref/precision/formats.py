@@ -87,7 +87,7 @@ def pair_text(pair: Pair) -> str:
     return " x ".join(side.name if side else PLAIN for side in pair)
 
 
-def way(products: Products) -> str:
+def matmul_path(products: Products) -> str:
     """How a linear multiplies: "plain", "tensor" or "blocks" (linear.py)."""
     if not any(map(any, products.values())):
         return "plain"

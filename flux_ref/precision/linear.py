@@ -1,7 +1,7 @@
 """The linears of the blocks under a policy (policy.py): which products are cast, and where their scales come from.
 
 Modulation, embedders, head and attention stay in compute.dtype.
-A linear multiplies in one of three ways.
+A linear multiplies by one of three paths.
 
     plain    no product is cast
     tensor   each tensor is cast once, with one scale, for both of its products (fp8.py)
@@ -28,7 +28,7 @@ from flux_ref.model import Flux, SingleStreamBlock
 from flux_ref.precision import fp8, policy
 from flux_ref.precision.blocks import BlockMatmul, MatmulOptions, RoundingKey
 from flux_ref.precision.casts import scale_of_magnitude
-from flux_ref.precision.formats import E4M3, Products, way
+from flux_ref.precision.formats import E4M3, Products, matmul_path
 from flux_ref.precision.fp8 import NOTHING, Codes, Fp8Matmul, Scales, agreed_magnitudes, keep_scales
 
 
@@ -36,7 +36,7 @@ class PolicyLinear(nn.Linear):
     """A linear whose parameters keep their names, shapes and dtype, and whose products are those of a policy.
 
     layer: its name in the net, by which a policy knows it.
-    pairs: the sides of its products. way: plain, tensor or blocks, see above.
+    pairs: the sides of its products. path: plain, tensor or blocks, see above.
     arch: of the device, "" without native products.
     gathered: the weight in FP8; None where the weight itself is gathered. linear.py sets it.
     of_input, of_grad: what training notes and takes of the input and of the output's gradient. draws: for stochastic
@@ -50,7 +50,7 @@ class PolicyLinear(nn.Linear):
         self.bias = linear.bias
         self.layer = layer
         stages = policy.stages(cfg)
-        is_fp8 = any(way(stage.pairs[layer]) == "tensor" for stage in stages)
+        is_fp8 = any(matmul_path(stage.pairs[layer]) == "tensor" for stage in stages)
         self.support = fp8.support(arch if is_fp8 else "cpu")
         self.arch = arch if cfg.precision.native else ""
         self.in_validation = cfg.precision.eval
@@ -63,7 +63,7 @@ class PolicyLinear(nn.Linear):
     def take(self, pairs: Products) -> None:
         """Multiply with these sides from now on."""
         self.pairs = pairs
-        self.way = way(pairs)
+        self.path = matmul_path(pairs)
 
     def forward(self, *parts: Tensor) -> Tensor:
         """(..., S, K) bf16 -> (..., S, N) bf16. parts: of the input, which join along K."""
@@ -72,11 +72,11 @@ class PolicyLinear(nn.Linear):
 
     def in_parts(self, parts: tuple[Tensor, ...], widths: Sequence[int]) -> Sequence[Tensor]:
         """The same with the result in parts: (..., S, n) for each n of widths, whose sum is N."""
-        way = self.way if torch.is_grad_enabled() or self.in_validation else "plain"
-        if way == "tensor":
+        path = self.path if torch.is_grad_enabled() or self.in_validation else "plain"
+        if path == "tensor":
             return self._in_fp8(parts, widths)
         joined = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-        if way == "plain":
+        if path == "plain":
             return F.linear(joined, self.weight, self.bias).split(widths, dim=-1)
         how = MatmulOptions(self.pairs, self.arch, self.draws if torch.is_grad_enabled() else None, joined.shape[-2])
         out = BlockMatmul.apply(joined.flatten(0, -2), self.weight, self.bias, how)
@@ -122,7 +122,7 @@ class SplitSingleStreamBlock(nn.Module):
     def forward(self, x_BSD: Tensor, vec_BD: Tensor, rope_SR2: Tensor) -> Tensor:
         """As model.SingleStreamBlock.forward."""
         shift_B1D, scale_B1D, gate_B1D = self.modulation(vec_BD)
-        x = model.modulate(x_BSD, shift_B1D, scale_B1D)
+        x = model.modulated_norm(x_BSD, shift_B1D, scale_B1D)
         qkv_BS3D, inner_BSM = self.linear1.in_parts((x,), self.widths)
         attended_BSD = model.attention(*self.norm(*qkv_BS3D.chunk(3, dim=-1), rope_SR2))
         return x_BSD + gate_B1D * self.linear2(attended_BSD, F.gelu(inner_BSM, approximate="tanh"))
@@ -134,7 +134,7 @@ def convert(net: Flux, cfg: Config, arch: str) -> None:
     arch: of the device (fp8.architecture). Blocks that no stage casts stay as they are. Raises: Refusal.
     """
     for name in policy.layers(cfg.model):
-        if any(way(stage.pairs[name]) != "plain" for stage in policy.stages(cfg)):
+        if any(matmul_path(stage.pairs[name]) != "plain" for stage in policy.stages(cfg)):
             linear = cast(nn.Linear, net.get_submodule(name))
             net.set_submodule(name, PolicyLinear(linear, name, cfg, arch))
     for i, block in enumerate(net.single_blocks):

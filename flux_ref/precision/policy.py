@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from flux_ref.cli import Refusal
 from flux_ref.config import Config, ModelConfig
-from flux_ref.precision.formats import BASES, PLAIN, PRODUCTS, SIDES, Pair, Products, is_delayed, pair_text, way
+from flux_ref.precision.formats import BASES, PLAIN, PRODUCTS, SIDES, Pair, Products, is_delayed, matmul_path, pair_text
 from flux_ref.schedule import steps_for
 
 PRESETS = {
@@ -204,7 +204,7 @@ def layers_gathered_in_fp8(cfg: Config) -> list[str]:
     if not (cfg.precision.gather and cfg.precision.eval):
         return []
     found = stages(cfg)
-    return [name for name in found[0].pairs if all(way(stage.pairs[name]) == "tensor" for stage in found)]
+    return [name for name in found[0].pairs if all(matmul_path(stage.pairs[name]) == "tensor" for stage in found)]
 
 
 def layers_with_delayed_scales(cfg: Config) -> list[str]:
@@ -213,7 +213,7 @@ def layers_with_delayed_scales(cfg: Config) -> list[str]:
     return [name for name in found[0].pairs if any(is_delayed(stage.pairs[name]) for stage in found)]
 
 
-def narrowest(cfg: Config, *wanted: str) -> str | None:
+def narrowest_format(cfg: Config, *wanted: str) -> str | None:
     """The narrowest format of any side, as the benchmark's log names it; None if all are in bf16.
 
     wanted: which of PRODUCTS to look at; all if none is given.

@@ -21,7 +21,7 @@ from flux_ref.model import Flux
 from flux_ref.precision import fp8, linear, policy
 from flux_ref.precision.blocks import RoundingKey, kernel
 from flux_ref.precision.casts import scale_of_magnitude
-from flux_ref.precision.formats import is_delayed, pair_text, way
+from flux_ref.precision.formats import is_delayed, matmul_path, pair_text
 from flux_ref.precision.fp8 import NOTHING, DelayedScaling, agreed_magnitudes, keep_scales
 from flux_ref.precision.linear import PolicyLinear
 from flux_ref.ranks import World
@@ -210,7 +210,7 @@ class LowPrecisionRecipe(PrecisionRecipe):
                 products = stage.pairs[name]
                 for product, pair in products.items():
                     text = f"{product}: {pair_text(pair)}"
-                    if way(products) == "blocks" and any(pair):
+                    if matmul_path(products) == "blocks" and any(pair):
                         text += f" ({kernel(arch, pair, layer.sizes(rows)[product]) or 'emulated'})"
                     counts[text] += 1
             lines += [f"    {count:>4} {text}" for text, count in counts.items()]

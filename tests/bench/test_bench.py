@@ -12,7 +12,7 @@ from conftest import MICRO, data_overrides
 from bench import ceiling, common, fake_ranks, race, step
 from flux_ref import config_file
 from flux_ref.cli import Fault
-from tools.shared import flops
+from tools import flops_and_bytes
 
 SMALL = config_file.load(MICRO)
 
@@ -30,7 +30,7 @@ def test_report_of_a_step_is_whole_and_plausible(tmp_path, shapes_dir):
     assert min(parts) > 0 and ms["min"] / 10 < sum(parts) < 10 * ms["max"]
     assert 0 < report["data_share"] < 1 and 0.05 < report["peak_memory_gb"] < 20
     tflop = report["tflop"]
-    assert tflop["per_sample"] == pytest.approx(flops.per_sample(SMALL.model) / 1e12)
+    assert tflop["per_sample"] == pytest.approx(flops_and_bytes.per_sample(SMALL.model) / 1e12)
     assert tflop["per_s_per_rank"] == pytest.approx(tflop["per_sample"] * report["samples_per_s"])
     assert 0 < tflop["share_of_ceiling"] < 1 and 0 < report["last_loss"] < 10
     assert len(report["kernels"]) == step.TOP and any("aten::" in kernel["name"] for kernel in report["kernels"])
@@ -122,7 +122,7 @@ def test_the_rate_of_products_weighs_them_by_their_use(tmp_path, monkeypatch):
     monkeypatch.setattr(ceiling, "MULTIPLE", 1)  # the micro model is smaller
     found = ceiling.ceiling(SMALL, 2, clock)
     calls = 3 * (8 * SMALL.model.double_blocks + 2 * SMALL.model.single_blocks)
-    linears = [op for op in flops.operations(SMALL.model) if "_blocks" in op.name and op.rows > 1]
+    linears = [op for op in flops_and_bytes.operations(SMALL.model) if "_blocks" in op.name and op.rows > 1]
     flop = sum(op.times * (op.forward + op.backward) for op in linears if "attention" not in op.name)
     assert found["tflop"] == pytest.approx(2 * flop / 1e12), "all products of blocks that see tokens"
     for kind in ("plain", "fp8"):

@@ -6,7 +6,7 @@ import pytest
 
 from bench import plan_check
 from flux_ref.config import EvalConfig
-from tools.plan import hardware, public
+from tools.plan import public, step_time
 
 OUTLIERS = ("Oracle/512xMI300X_Xeon_8480", "Nebius/2x8xH100")
 MEAN, WORST, HELD = 0.13, 0.30, 0.9  # of the errors, and the share of systems in the plan's range
@@ -16,7 +16,7 @@ def test_public_systems_are_whole():
     systems = public.systems()
     assert [sum(system.source == number for system in systems) for number in ("v5.1", "v6.0")] == [16, 15]
     for system in systems:
-        assert hardware.load(system.gpu) and system.global_batch % (system.gpus * system.micro_batch) == 0
+        assert step_time.load(system.gpu) and system.global_batch % (system.gpus * system.micro_batch) == 0
         if system.source not in ("v5.1", "v6.0"):
             continue
         steps = system.samples / system.global_batch

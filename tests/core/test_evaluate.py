@@ -22,7 +22,7 @@ def plain(shapes_dir) -> list[list[float]]:
     cfg = rank_runs.clipped_config(shapes_dir)
     net = plain_net(cfg)
     losses = [[] for _ in range(schedule.TIMESTEPS)]
-    for i, (meta, rows) in enumerate(opened(cfg.data.val, dataset.layout(cfg.model))):
+    for i, (meta, rows) in enumerate(opened(cfg.data.val, dataset.sample_layout(cfg.model))):
         sample = {name: dataset.from_bf16_bits(bits) for name, bits in rows.items()} | {
             "t": np.float32(meta.timestep / 8)
         }

@@ -147,7 +147,7 @@ def test_waiting_for_a_copy_from_a_device_does_not_spin(monkeypatch):
     event = SimpleNamespace(record=lambda: None)
     module = SimpleNamespace(Event=lambda **options: asked.append(options) or event)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    ranks.end_of_copies(torch.device("cuda", 0))
+    ranks.make_copy_waiter(torch.device("cuda", 0))
     assert asked == [{"blocking": True}]
 
 

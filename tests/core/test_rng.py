@@ -1,4 +1,4 @@
-"""Every random number of a run, against a second implementation of its definition; and the run's recipe."""
+"""Every random number of a run, against a second implementation of its definition; and the run's schedule."""
 
 import hashlib
 import itertools

@@ -86,7 +86,6 @@ def test_suffixes_are_the_axes_of_their_tensors():
     with traced(model, flow) as found:
         run_once()
     assert [text for texts in found.values() for text in texts] == []
-    seen = (
-        "rope_table apply_rope attention modulate interpolate losses pack unpack Flux.forward DoubleStreamBlock.forward"
-    )
-    assert found.keys() >= {*seen.split(), "SingleStreamBlock.forward", "LastLayer.forward"}
+    seen = "rope_table apply_rope attention modulated_norm interpolate losses pack unpack"
+    modules = (model.Flux, model.DoubleStreamBlock, model.SingleStreamBlock, model.LastLayer)
+    assert found.keys() >= {*seen.split(), *(f"{module.__name__}.forward" for module in modules)}

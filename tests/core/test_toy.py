@@ -12,7 +12,7 @@ from shard_damage import opened
 
 from flux_ref import config_file, dataset, flow, toy
 from flux_ref.config import ModelConfig
-from tools.prepare import commands
+from tools.prepare import __main__ as commands
 
 WORDS = {word for drawing in toy.all_drawings() for word in drawing.caption.split()}
 
@@ -36,7 +36,7 @@ def test_latents_have_about_zero_mean_and_unit_variance():
     means = [toy.encode(toy.render(drawing, 64, 64)) for drawing in toy.all_drawings()]
     mean = torch.from_numpy(np.stack(means))
     assert mean.shape[1:] == (16, 8, 8)
-    latent = flow.sample(
+    latent = flow.sample_latent(
         mean, torch.full_like(mean, toy.LOGVAR), torch.randn(mean.shape, generator=torch.Generator().manual_seed(0))
     )
     assert abs(latent.mean()) < 0.1

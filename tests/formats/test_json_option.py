@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from tools.shared import json_option
+from tools import json_option
 
 
 def test_figures_go_to_a_file_whole_and_null_stands_for_what_is_not_finite(capsys, tmp_path):

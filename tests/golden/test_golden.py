@@ -6,7 +6,7 @@ from checking import checked
 from conftest import script
 
 from flux_ref import config_file
-from tools.golden import places, record, training
+from tools.golden import files, record, training
 from tools.golden.check import main
 from tools.golden.files import CONFIG, FOLDER, Golden
 
@@ -52,14 +52,14 @@ def test_the_run_shows_what_it_should():
 
 
 def test_every_place_is_used_and_every_value_has_one():
-    used = {id(places.place(value.name)) for value in KEPT.values}
-    assert used == {id(place) for place in places.PLACES.values()}
+    used = {id(files.place(value.name)) for value in KEPT.values}
+    assert used == {id(place) for place in files.PLACES.values()}
     rate = config_file.load(FOLDER / CONFIG).optim.lr
     for value in KEPT.values:
-        place = places.place(value.name)
+        place = files.place(value.name)
         assert (value.meaning, value.why) == (place.meaning, place.why)
         assert (value.atol, value.rtol) == place.tolerances(read(value.name), rate)
-        assert value.inputs == places.inputs_of(value.name) and not any(hint.isupper() for hint in place.hints)
+        assert value.inputs == files.inputs_of(value.name) and not any(hint.isupper() for hint in place.hints)
 
 
 def test_write_keeps_bits_that_agree_and_takes_those_that_do_not(tmp_path, monkeypatch, capsys):

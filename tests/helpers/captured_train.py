@@ -34,4 +34,4 @@ def main(*argv: str) -> int:
 
 
 if __name__ == "__main__":
-    cli.leave(main(*sys.argv[1:]))
+    cli.exit_now(main(*sys.argv[1:]))

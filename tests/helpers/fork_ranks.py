@@ -23,7 +23,7 @@ from flux_ref import cli
 def run_rank(rank: int, size: int, port: int, main: Callable[..., int], argv: list[str]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    cli.leave(main(*argv))
+    cli.exit_now(main(*argv))
 
 
 def run(size: int, main: Callable[..., int], argv: list[str]) -> int:

@@ -10,7 +10,7 @@ from flux_ref import cli, config_file, ranks, trainer
 from flux_ref.trainer import Health
 from tools.golden import training
 from tools.golden.files import CONFIG, DATA, Golden
-from tools.golden.forward import Replay
+from tools.golden.training import Replay
 
 
 def main(golden: str, out: str) -> int:
@@ -33,4 +33,4 @@ def main(golden: str, out: str) -> int:
 
 
 if __name__ == "__main__":  # under torchrun, on devices
-    cli.leave(main(*sys.argv[1:]))
+    cli.exit_now(main(*sys.argv[1:]))

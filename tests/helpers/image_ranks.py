@@ -4,9 +4,10 @@ import sys
 
 from small_encoders import CHANNELS
 
-from flux_ref.cli import leave
+from flux_ref.cli import exit_now
 from flux_ref.pictures import encoders
-from tools.prepare import commands, images
+from tools.prepare import __main__ as commands
+from tools.prepare import images
 
 
 def main(*argv: str) -> int:
@@ -16,4 +17,4 @@ def main(*argv: str) -> int:
 
 
 if __name__ == "__main__":  # under torchrun
-    leave(main(*sys.argv[1:]))
+    exit_now(main(*sys.argv[1:]))

@@ -193,4 +193,4 @@ def main(folder: str, *argv: str) -> int:
 
 
 if __name__ == "__main__":
-    cli.leave(main(*sys.argv[1:]))
+    cli.exit_now(main(*sys.argv[1:]))

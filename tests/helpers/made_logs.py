@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from flux_ref.config import Config
-from flux_ref.mlperf_closed import TRAIN_SAMPLES, VAL_SAMPLES, head
+from flux_ref.mlperf_closed import TRAIN_SAMPLES, VAL_SAMPLES, log_entries
 from flux_ref.mlperf_log import BenchmarkLog
 from flux_ref.schedule import steps_for
 
@@ -34,7 +34,7 @@ def lines(seed: int = 100, batch: int = 1024, evaluations: int = 33, rate: float
     add("cache_clear", True)
     add("init_start")
     cfg = Config()
-    entries = head(cfg, 8, TRAIN_SAMPLES, VAL_SAMPLES)
+    entries = log_entries(cfg, 8, TRAIN_SAMPLES, VAL_SAMPLES)
     entries |= {"global_batch_size": batch, "evaluation_frequency": INTERVAL, "seed": seed, "submission_org": "SOME"}
     for key, value in (entries | values).items():
         if "." not in key:  # those are our own

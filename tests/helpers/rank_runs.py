@@ -222,4 +222,4 @@ def main(data: str, out: str) -> int:
 
 
 if __name__ == "__main__":
-    cli.leave(main(*sys.argv[1:]))
+    cli.exit_now(main(*sys.argv[1:]))

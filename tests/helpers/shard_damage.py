@@ -8,14 +8,14 @@ import numpy as np
 from conftest import MICRO
 
 from flux_ref import config_file, dataset
-from flux_ref.dataset import BLOCK, MEMBERS, NPY_HEADER, Arrays, Layout, Meta, ShardSet
+from flux_ref.dataset import BLOCK, MEMBERS, NPY_HEADER, Arrays, Meta, SampleLayout, ShardSet
 
-LAYOUT = dataset.layout(config_file.load(MICRO).model)
+LAYOUT = dataset.sample_layout(config_file.load(MICRO).model)
 NAN = 0x7FC0  # as bf16 bits
 
 
 def samples(
-    count: int, seed: int = 0, timesteps: bool = True, layout: Layout = LAYOUT, prefix: str = "some"
+    count: int, seed: int = 0, timesteps: bool = True, layout: SampleLayout = LAYOUT, prefix: str = "some"
 ) -> list[tuple[Meta, Arrays]]:
     """Random samples. prefix: begins each key."""
     rng = np.random.default_rng(seed)
@@ -43,7 +43,7 @@ def blob_bytes(member: str) -> int:
     return NPY_HEADER + 2 * prod(LAYOUT.shapes[member])
 
 
-def opened(folder: str | Path, layout: Layout = LAYOUT) -> ShardSet:
+def opened(folder: str | Path, layout: SampleLayout = LAYOUT) -> ShardSet:
     stored = ShardSet(folder, layout)
     stored.open()
     return stored

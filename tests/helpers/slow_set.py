@@ -13,7 +13,7 @@ def main(*argv: str) -> int:
     real = toy.make_shapes
 
     def slowly(folder: Path, cfg: config.Config) -> None:
-        for _ in cli.counted(range(50)):
+        for _ in cli.count_progress(range(50)):
             time.sleep(MAKES_S / 50)
         real(folder, cfg)
 

@@ -15,7 +15,7 @@ from flux_ref import config, config_file, ranks, sharding
 from flux_ref.dataloader import allocate
 from flux_ref.precision.recipe import recipe_of
 from flux_ref.trainer import Health, Trainer, TrainState, train_step
-from tools.plan import footprint, memory
+from tools.plan import memory, region_costs
 
 # A seventh of schnell's width and a quarter of its tokens, so that two CPU cores take seconds for a step.
 SMALL = (
@@ -54,7 +54,7 @@ def predicted(name: str) -> float:
     count = CASES[name][0]
     cfg = config_file.load(CONFIG, overrides(name))
     rows = config.micro_batch(cfg, count)
-    layout, traced = footprint.layout(cfg, count, count), footprint.trace(cfg, "cpu", rows)
+    layout, traced = region_costs.node_layout(cfg, count, count), region_costs.trace(cfg, "cpu", rows)
     return memory.fullest(cfg, layout, traced, count, rows).total
 
 

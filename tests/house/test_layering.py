@@ -12,7 +12,7 @@ ASKED = {  # what is imported in the one function that a key asks
     ("train", "pictures.toy_from_pictures"),
     ("eval", "pictures.artist"),
 }
-SHARED = "tools.shared"  # what several commands use
+SHARED = {"tools.json_option", "tools.flops_and_bytes"}  # what several commands use
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 400
 BACKENDS = re.compile("cuda(?!_graphs)|nccl|gloo", re.IGNORECASE)
 NAMES_A_BACKEND = {"graphs", "ranks", "sharding"}
@@ -65,14 +65,14 @@ def room(module: str) -> str:
 def command(module: str) -> str:
     """The command of tools/ that a module belongs to, as tools.NAME; "" for flux_ref and for what commands share."""
     name = ".".join(module.split(".")[:2])
-    return name if name.startswith("tools.") and name != SHARED else ""
+    return name if name.startswith("tools.") and name not in SHARED else ""
 
 
 def forbidden(module: str, other: str) -> bool:
     """Whether the rule of the house forbids a module to import another at its head."""
     if command(other):
         return command(module) != command(other)
-    if room(other) == SHARED:
+    if other in SHARED:
         return not module.startswith("tools.")
     return room(other) == PICTURES and room(module) != PICTURES and not module.startswith("tools.")
 

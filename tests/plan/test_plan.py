@@ -17,19 +17,20 @@ from flux_ref.dataloader import allocate
 from flux_ref.model import Flux
 from flux_ref.precision.recipe import recipe_of
 from flux_ref.trainer import Health, TrainState, train_step
-from tools.plan import commands, footprint, hardware, memory, plan, step_time
-from tools.plan.footprint import Footprint, Pass, Product
+from tools.plan import __main__ as commands
+from tools.plan import memory, plan, region_costs, step_time
+from tools.plan.region_costs import Footprint, Pass, Product
 from tools.plan.step_time import Machine
 
 SMALL = config_file.load(MICRO)
-GPU, ASSUMED = hardware.load("h200")
+GPU, ASSUMED = step_time.load("h200")
 WIDE = {  # a model whose parts outweigh all that is not counted
     **{"model__hidden": 192, "model__heads": 3, "model__rope_axes": (16, 24, 24), "model__text_tokens": 24},
     **{"model__double_blocks": 3, "model__single_blocks": 4, "compute__dtype": "bf16", "eval__batch": 1},
 }
 
 
-TRACE = footprint.trace
+TRACE = region_costs.trace
 
 
 def wide(**values: object) -> config.Config:
@@ -39,7 +40,7 @@ def wide(**values: object) -> config.Config:
 @pytest.fixture(scope="module", autouse=True)
 def traced_once():
     """Equal nets have equal footprints; many tests ask for the same."""
-    trace = functools.cache(footprint.trace)
+    trace = functools.cache(region_costs.trace)
 
     def traced(cfg: config.Config, arch: str, rows: int):
         parallel = replace(cfg.parallel, kept_regions=0, reduce_dtype="fp32")
@@ -47,7 +48,7 @@ def traced_once():
         return trace(net, arch, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(footprint, "trace", traced)
+        patch.setattr(region_costs, "trace", traced)
         yield
 
 
@@ -67,7 +68,7 @@ def test_the_layout_is_that_of_fsdp2():
             for group in groups:
                 padded = sum(part.padded_sharded_param_size.numel() for part in group)
                 sizes.append((sum(part.sharded_param.numel() for part in group), padded))
-        layout = footprint.layout(cfg, gpus, node)
+        layout = region_costs.node_layout(cfg, gpus, node)
         shards = min(gpus, node)
         assert (layout.shards, layout.replicas) == (shards, gpus // shards)
         assert [(unit.whole, layout.sharded(unit)) for unit in layout.units] == sizes
@@ -81,7 +82,7 @@ def test_the_layout_is_that_of_fsdp2():
 @pytest.mark.slow  # a compiler traces
 def test_a_smaller_budget_keeps_less_and_computes_more():
     own = [wide()] + [wide(compute__compile=True, compute__activation_memory_budget=budget) for budget in (1.0, 0.0)]
-    traces = [footprint.trace(cfg, "cpu", 4) for cfg in own]
+    traces = [region_costs.trace(cfg, "cpu", 4) for cfg in own]
     for kind in ("double 1", "single 1"):
         eager, whole, least = (found[kind] for found in traces)
         stream = 4 * (24 + 6) * 192 * 2
@@ -94,7 +95,7 @@ def test_a_smaller_budget_keeps_less_and_computes_more():
 def test_products_add_up_to_the_closed_form():
     """Attention's backward counts its scores a second time, which flops.per_sample leaves out."""
     cfg, model = wide(compute__compile=True), wide().model
-    found = footprint.trace(cfg, "cpu", 2)
+    found = region_costs.trace(cfg, "cpu", 2)
     S, D = model.text_tokens + model.image_tokens, model.hidden
     linear = 2 * S * 12 * D * D
     for kind, modulation in (("double 1", 24), ("single 1", 6)):
@@ -107,7 +108,7 @@ def test_products_add_up_to_the_closed_form():
 def test_fp8_moves_the_linears_of_blocks():
     cfg = wide(precision__preset="fp8", model__text_tokens=32, model__latent_height=8, model__latent_width=8)
     for arch in ("sm90", "gfx942"):
-        found = footprint.trace(cfg, arch, 2)
+        found = region_costs.trace(cfg, arch, 2)
         for kind, linears in (("double 1", 8), ("single 1", 2)):
             works = found[kind].forward, found[kind].backward
             assert [sum(p.is_fp8 for p in work.products) for work in works] == [linears, 2 * linears]
@@ -132,7 +133,7 @@ def test_fp8_is_planned_with_a_smaller_budget_too():
     for preset, gather in (("fp8", True), ("fp8_delayed", False)):
         cfg = wide(precision__preset=preset, precision__gather=gather, **sizes)
         cfg = config_file.replace(cfg, compute__compile=True, compute__activation_memory_budget=0.5)
-        assert footprint.trace(cfg, "sm100", 2).keys() == {"double 1", "single 1", "ends"}
+        assert region_costs.trace(cfg, "sm100", 2).keys() == {"double 1", "single 1", "ends"}
 
 
 @pytest.mark.slow  # a compiler traces
@@ -165,8 +166,8 @@ def test_nodes_of_a_captured_step():
             train_step(state.net, state.opt, batch, health, cfg)
             with Dispatched() as step:
                 train_step(state.net, state.opt, batch, health, cfg)
-        found = footprint.trace(cfg, "cpu", 1)
-        layout = footprint.layout(cfg, 8, 8)
+        found = region_costs.trace(cfg, "cpu", 1)
+        layout = region_costs.node_layout(cfg, 8, 8)
         compared.append(memory.graph_nodes(cfg, layout, found, micros) / step.count)
     assert all(0.85 < ratio < 1.15 for ratio in compared), compared
 
@@ -208,7 +209,7 @@ def step_without_peers(name: str) -> tuple[float, float]:
     gpus, node, values = CASES[name]
     cfg = wide(**({"train__global_batch": ROWS * gpus} | values))
     rows = config.micro_batch(cfg, gpus)
-    layout, footprints = footprint.layout(cfg, gpus, node), footprint.trace(cfg, "cpu", rows)
+    layout, footprints = region_costs.node_layout(cfg, gpus, node), region_costs.trace(cfg, "cpu", rows)
     with fake_world(gpus, node=node) as world:
         return memory.fullest(cfg, layout, footprints, gpus, rows).total, step_memory.tensor_bytes(cfg, world)
 
@@ -242,7 +243,7 @@ def paced(kept: int, gpu=GPU, **values) -> tuple[step_time.Times, float]:
     machine = Machine(gpu, replace(ASSUMED, hop_us=0.0), 8)
     second = Pass(0, 0, ASSUMED.memory_share * gpu.memory_tb_s * 1e12, ())
     footprints = dict.fromkeys(("double 1", "single 1", "ends"), Footprint(second, second))
-    layout = footprint.layout(cfg, 8, 8)
+    layout = region_costs.node_layout(cfg, 8, 8)
     return step_time.times(cfg, layout, footprints, machine, 1), len(layout.units)
 
 
@@ -291,13 +292,13 @@ def test_products_take_what_is_longer():
 
 
 def test_every_gpu_of_the_table_loads_and_names_its_source():
-    blocks = hardware.TABLE.read_text().split("[gpu.")[1:]
+    blocks = step_time.TABLE.read_text().split("[gpu.")[1:]
     for block in blocks:
         name = block.partition("]")[0]
         for precision in ("bf16",) if name == "a100" else ("bf16", "fp8"):
-            _, assumed = hardware.load(name, precision)
+            _, assumed = step_time.load(name, precision)
             assert 0.2 <= assumed.range <= 0.4 and assumed.source.startswith(("assumed", "fitted")), name
-    assert hardware.TABLE.read_text().count("https://") >= len(blocks)
+    assert step_time.TABLE.read_text().count("https://") >= len(blocks)
 
 
 def test_without_graphs_a_step_takes_at_least_the_time_of_the_host():
@@ -344,7 +345,7 @@ def test_the_command_prints_the_plan(capsys):
 
 
 def test_what_does_not_fit_has_no_time(capsys, monkeypatch):
-    monkeypatch.setattr(hardware, "load", lambda *_: (replace(GPU, memory_gb=1), ASSUMED))
+    monkeypatch.setattr(plan, "load", lambda *_: (replace(GPU, memory_gb=1), ASSUMED))
     assert commands.main([*ARGS, "--parallel.kept_regions=-1"]) == 1
     shown = capsys.readouterr().out
     assert "no times: this config does not fit the card" in shown and "\n0 layouts leave 4 GB free" in shown
@@ -366,7 +367,7 @@ def test_command_refuses():
 
 @pytest.mark.slow
 def test_what_pages_give_8_gpus_of_80_gb_fits_them():
-    h100, assumed = hardware.load("h100")
+    h100, assumed = step_time.load("h100")
     for name in ("own_256", "schnell_gbs512"):
         found = plan.make(config_file.load(ROOT / "configs" / f"{name}.toml"), Machine(h100, assumed, 8))
         assert found.total <= found.card and plan.warnings(found) == [], name

@@ -1,6 +1,6 @@
 """FP8 in a net: one linear, the devices, delayed scaling, and training, validation and checkpoints with it.
 
-On a CPU the decoded values are multiplied (test_fp8_arithmetic.py). Nothing here tells how fast or how stable a GPU is.
+On a CPU the decoded values are multiplied (test_fp8_numerics.py). Nothing here tells how fast or how stable a GPU is.
 tests/golden holds casts and scales of hard values.
 """
 

@@ -10,7 +10,7 @@ from flux_ref import config_file
 from flux_ref.config import Config, ModelConfig
 from flux_ref.model import parameter_table
 from flux_ref.precision import policy
-from flux_ref.precision.formats import PRODUCTS, pair_text, way
+from flux_ref.precision.formats import PRODUCTS, matmul_path, pair_text
 from flux_ref.precision.recipe import recipe_of
 
 TINY = config_file.replace(
@@ -72,7 +72,7 @@ def test_presets_have_the_published_sides_and_numbers_of_linears():
         assert all(fnmatchcase(name, BF16.get(preset, "*")) for name in plain), preset
     assert PUBLISHED.keys() == policy.PRESETS.keys()
     small = policy.decided(policy.PRESETS["nvfp4"], TINY.model)  # "last" is one block at least
-    plain = {layer for layer, products in small.items() if way(products) == "plain"}
+    plain = {layer for layer, products in small.items() if matmul_path(products) == "plain"}
     assert plain == {f"single_blocks.{TINY.model.single_blocks - 1}.linear{i}" for i in (1, 2)}
     left, right = small["double_blocks.0.txt_attn.qkv"]["grad_weight"]
     assert left.stochastic and left.hadamard == right.hadamard == 16 and not right.stochastic
@@ -124,15 +124,15 @@ def test_stages_begin_at_the_step_that_reaches_their_samples():
     cfg = tiny(preset="nvfp4", rules=("*.txt_* *: bf16 x bf16",), switch=((601, "fp8_delayed"), (1200, "bf16")))
     first, second, last = stages = policy.stages(cfg)
     assert [stage[:2] for stage in stages] == [(0, "nvfp4"), (11, "fp8_delayed"), (20, "bf16")]
-    ways = {layer: way(products) for layer, products in first.pairs.items()}
+    ways = {layer: matmul_path(products) for layer, products in first.pairs.items()}
     assert ways["double_blocks.0.txt_attn.qkv"] == ways["single_blocks.1.linear1"] == "plain"
     assert ways["single_blocks.0.linear1"] == "blocks"
-    assert [{*map(way, stage.pairs.values())} for stage in (second, last)] == [{"tensor"}, {"plain"}]
+    assert [{*map(matmul_path, stage.pairs.values())} for stage in (second, last)] == [{"tensor"}, {"plain"}]
     assert policy.layers_with_delayed_scales(cfg) == list(second.pairs) and not policy.layers_gathered_in_fp8(cfg)
-    assert (policy.narrowest(cfg), policy.narrowest(TINY)) == ("nvfp4", None)
+    assert (policy.narrowest_format(cfg), policy.narrowest_format(TINY)) == ("nvfp4", None)
     mixed = tiny(preset="fp8", rules=("*.qkv grad_weight: bf16 x bf16", "last.* *: bf16 x bf16"))
     gathered = policy.layers_gathered_in_fp8(mixed)
     assert len(gathered) == 8 + 2 and "double_blocks.0.img_attn.qkv" in gathered
-    assert policy.narrowest(mixed, "forward") == "fp8"
+    assert policy.narrowest_format(mixed, "forward") == "fp8"
     for cfg in (tiny(preset="fp8", gather=False), tiny(preset="fp8", eval=False)):
         assert policy.layers_gathered_in_fp8(cfg) == [], "bf16 validation needs bf16 weights"

@@ -14,7 +14,7 @@ from conftest import HELPERS, MICRO, PYTHONPATH, ROOT, refusal
 
 from flux_ref import ranks
 from tools import preflight
-from tools.plan import commands
+from tools.plan import __main__ as commands
 
 PARTS = ("products", "elementwise", "copies", "links", "optimizer")
 

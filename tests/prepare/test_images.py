@@ -17,7 +17,7 @@ from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5EncoderModel
 from flux_ref import config_file, dataset
 from flux_ref.pictures.captioned import Picture
 from flux_ref.pictures.encoders import Encoders, load_autoencoder
-from tools.prepare import commands as prepare
+from tools.prepare import __main__ as prepare
 from tools.prepare import images
 
 HEIGHT, WIDTH = 32, 48  # the micro model's

@@ -12,13 +12,13 @@ from conftest import refusal
 from tqdm import tqdm
 
 from flux_ref.cli import Fault, Refusal
-from tools.prepare import job
+from tools.prepare import common
 
 
 def test_an_error_of_one_thread_ends_the_others():
     finished = []
 
-    def task(item: int, advance: job.Advance) -> None:
+    def task(item: int, advance: common.Advance) -> None:
         if item:
             raise Fault("broken")
         for _ in range(500):
@@ -27,7 +27,7 @@ def test_an_error_of_one_thread_ends_the_others():
         finished.append(item)
 
     with pytest.raises(Fault):
-        job.each(task, [0, 1], 2, tqdm(disable=True))
+        common.each(task, [0, 1], 2, tqdm(disable=True))
     assert not finished
 
 
@@ -52,7 +52,7 @@ def is_killed(final: Path, point: int) -> bool:
             patch.setattr(Path, name, killing(getattr(Path, name)))
         for owner, name in ((os, "unlink"), (os, "rmdir")):  # of rmtree
             patch.setattr(owner, name, killing(getattr(owner, name)))
-        with job.growing(final, {"a": 1}) as folder:
+        with common.growing(final, {"a": 1}) as folder:
             (folder / "set" / "x").touch()
             (folder / "rest").touch()
         return False
@@ -68,9 +68,9 @@ def test_a_kill_at_any_point_leaves_the_whole_set_or_what_goes_on(tmp_path):
         killed = is_killed(final, point)
         kills[final.exists()] += killed
         if final.exists():
-            assert "exists; choose another --output" in refusal(job.require_new, final)
+            assert "exists; choose another --output" in refusal(common.require_new, final)
         else:
-            with job.growing(final, {"a": 1}) as folder:
+            with common.growing(final, {"a": 1}) as folder:
                 assert (folder / "set" / "x").exists() or not (folder / "rest").exists(), point
                 (folder / "set" / "x").touch()
         assert {path.name for path in final.parent.iterdir()} == {"set", ".set.lock"}, point
@@ -81,14 +81,14 @@ def test_a_kill_at_any_point_leaves_the_whole_set_or_what_goes_on(tmp_path):
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
-    own = job.partial_of(tmp_path / "set")
+    own = common.partial_of(tmp_path / "set")
     own.mkdir()
     (own / "mine").touch()
     with (
         pytest.raises(Refusal, match="holds files of something else; choose another"),
-        job.growing(tmp_path / "set", {}),
+        common.growing(tmp_path / "set", {}),
     ):
         pass
     (tmp_path / "set").mkdir()
-    assert "exists; choose another" in refusal(job.require_new, tmp_path / "set")
+    assert "exists; choose another" in refusal(common.require_new, tmp_path / "set")
     assert (own / "mine").exists()

@@ -20,7 +20,7 @@ from shard_damage import LAYOUT, opened
 
 from flux_ref import dataset
 from flux_ref.dataset import MEMBERS
-from tools.prepare import commands as prepare
+from tools.prepare import __main__ as prepare
 from tools.prepare import mlcommons
 
 pa = pytest.importorskip("pyarrow")

@@ -224,7 +224,7 @@ def test_a_folder_gives_each_picture_with_the_text_of_its_name(tmp_path):
         os.mkfifo(root / name)
     for name in ("gone.txt", "pipe.txt"):
         (root / name).write_bytes(CAT)
-    before = cli.Progress.total
+    before = cli.ProgressCount.total
     assert sorted(outcome(root)) == [
         ("IMG_1.PNG", "= a cat"),
         ("alone.gif", "no caption"),
@@ -241,7 +241,7 @@ def test_a_folder_gives_each_picture_with_the_text_of_its_name(tmp_path):
         ("two.jpg", TWINS),
         ("two.png", TWINS),
     ]
-    assert cli.Progress.total - before == 3, "each folder counts for the watch over hangs"
+    assert cli.ProgressCount.total - before == 3, "each folder counts for the watch over hangs"
 
 
 def test_each_row_and_each_file_is_a_sample_or_is_rejected_with_a_reason(tmp_path):

@@ -24,7 +24,8 @@ from shard_damage import (
 
 from flux_ref import dataset
 from flux_ref.dataset import BLOCK, MEMBERS, NPY_HEADER
-from tools.prepare import commands, verify
+from tools.prepare import __main__ as commands
+from tools.prepare import verify
 
 TRAIN_0 = "train/shard_000000.tar"
 TRAIN_1 = "train/shard_000001.tar"

@@ -244,6 +244,6 @@ def test_the_chart_shows_the_figures(results):
     system.name = "_a"  # matplotlib leaves out labels that begin so
     (figure,) = page.charts([system])
     drawn = [list(zip(*line.get_data())) for line in figure.axes[0].lines]
-    band = [(point.samples, point.median) for point in mlperf_closed.public_band(1024)]
+    band = [(point.samples, point.median) for point in mlperf_closed.load_public_curve(1024)]
     assert drawn == [*(run.val_curve for run in system.runs), [(0, 0.586), (1, 0.586)], band]
     assert figure.axes[0].get_legend_handles_labels()[1] == [" _a", "target 0.586", "public runs"]

@@ -230,7 +230,7 @@ def test_a_terminal_that_goes_away_ends_nothing_and_a_full_disk_is_told(capfd, m
         reader, writer = opened()
         os.close(reader)
         with os.fdopen(writer, "w") as stream:
-            terminal = cli.Terminal(stream)
+            terminal = cli.BrokenPipeSafeStream(stream)
             print("lost", file=terminal, flush=True)
             print("lost, too", file=terminal, flush=True)
             assert terminal.fileno() == writer
@@ -238,14 +238,14 @@ def test_a_terminal_that_goes_away_ends_nothing_and_a_full_disk_is_told(capfd, m
     assert cli.run("x", lambda _: print("lost") or 7, []) == 7
     if os.path.exists("/dev/full"):
         with open("/dev/full", "w") as full, pytest.raises(OSError, match=r"No space left.*: '/dev/full'"):
-            print("lost", file=cli.Terminal(full), flush=True)
+            print("lost", file=cli.BrokenPipeSafeStream(full), flush=True)
 
 
 def test_a_command_ends_with_its_code_whatever_becomes_of_what_it_says(tmp_path):
     """Streams that are full, closed at the start, or of an encoding that lacks a letter."""
     code = "import sys\nfrom flux_ref import cli\nfrom flux_ref.cli import Refusal\ndef task(argv):\n"
     code += "    print('café')\n    if argv: raise Refusal('no é')\n    return 0\n"
-    code += "cli.leave(cli.run('x', task, sys.argv[1:]))"
+    code += "cli.exit_now(cli.run('x', task, sys.argv[1:]))"
     for more, streams, want, said in (
         ("", ">/dev/full", 3, "x: <stdout>: No space left on device; free or mend its disk, or give another path"),
         ("", ">/dev/full 2>&1", 3, ""),

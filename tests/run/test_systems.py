@@ -16,7 +16,7 @@ def test_a_python_without_the_names_and_files_that_only_linux_has_does_it_all(ra
             *micro_run(data, run, "--data.drop_page_cache=true", "--train.max_samples=12", "--pictures.count=1"),
         ],
         [0, "eval", str(run), "--prompt=a red circle"],
-        [0, "tools.prepare.commands", "verify", str(data), f"--config={MICRO}"],
+        [0, "tools.prepare.__main__", "verify", str(data), f"--config={MICRO}"],
         [1, "tools.report.__main__", str(run)],  # one run is no score
     ]
     done = script("tests/helpers/bare_unix.py", json.dumps(commands), ranks=ranks)

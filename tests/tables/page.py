@@ -16,7 +16,7 @@ from flux_ref import config_file, weights
 from flux_ref.config import KEYS, Config
 from flux_ref.model import init_spec, parameter_table
 from flux_ref.precision.policy import layers
-from tools.shared import communication, flops
+from tools import flops_and_bytes
 
 BENCHMARK = Config(name="schnell_gbs512")  # the defaults are the benchmark's
 SHAPES = parameter_table(BENCHMARK.model)
@@ -120,7 +120,7 @@ def _fold(name: str) -> str:
 
 def operations() -> Iterator[list[object]]:
     """The arithmetic of every matrix product and attention of the net."""
-    for op in flops.operations(BENCHMARK.model):
+    for op in flops_and_bytes.operations(BENCHMARK.model):
         figures = [f"{figure / GFLOP:.4g}" for figure in (op.forward, op.backward)]
         yield [f"`{op.name}`", op.times, op.rows, *figures]
 
@@ -129,8 +129,8 @@ def sent() -> Iterator[list[object]]:
     """The bytes that a rank sends in a step."""
     keeping = config_file.replace(BENCHMARK, parallel__kept_regions=-1)
     for replicas, shards in MESHES:
-        layout = communication.layout(BENCHMARK, replicas * shards, replicas)
-        plain, kept = (communication.sent(cfg, layout) for cfg in (BENCHMARK, keeping))
+        layout = flops_and_bytes.fsdp_layout(BENCHMARK, replicas * shards, replicas)
+        plain, kept = (flops_and_bytes.sent(cfg, layout) for cfg in (BENCHMARK, keeping))
         figures = (plain["all_gather"], kept["all_gather"], plain["reduce_scatter"], plain["all_reduce"])
         yield [f"{replicas} x {shards}", *(f"{figure / GB:.2f}" for figure in figures)]
 
@@ -143,7 +143,7 @@ def page() -> str:
         count=len(SHAPES),
         elements=sum(map(prod, SHAPES.values())),
         parameters=markdown("name | >tensors | shape | start | FP8 | in diffusers", parameters()),
-        tflop=flops.per_sample(BENCHMARK.model) / 1e12,
+        tflop=flops_and_bytes.per_sample(BENCHMARK.model) / 1e12,
         operations=markdown("operation | >number | >rows | >forward GFLOP | >backward GFLOP", operations()),
         communication=markdown(header, sent()),
     )

@@ -1,9 +1,9 @@
 """Golden values: what a small run computes at every place, for ports to compare themselves with.
 
-    python -m tools.golden dump.safetensors    a port's values, under the same names; any part of them
-    python -m tools.golden dump.safetensors --all      the same; names that are missing or unknown count, too
-    python -m tools.golden.record              what this code computes
-    python -m tools.golden.record --write      write tests/golden anew, after a change that is meant
+    python -m tools.golden.check dump.safetensors         a port's values, under the same names; any part of them
+    python -m tools.golden.check dump.safetensors --all   the same; names that are missing or unknown count, too
+    python -m tools.golden.record                         what this code computes
+    python -m tools.golden.record --write                 write tests/golden anew, after a change that is meant
 
 golden.safetensors holds the values. index.json lists them in order of computation, says what each is and how far a
 port may be off. The commands print a table of the values that differ, and for the first of them what it is and which
@@ -12,6 +12,7 @@ command needs numpy, safetensors and tqdm, no torch. Exit codes: 0 all given val
 could be compared.
 """
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +22,7 @@ import numpy as np
 from flux_ref import cli
 from flux_ref.cli import Options, Refusal
 from flux_ref.files import read_json
-from tools.golden import places
+from tools.golden import files
 from tools.golden.files import FOLDER, INDEX, MISTAKES, Golden, Value, Values, read_tensors
 
 NAMES_SHOWN = 20  # of a longer list
@@ -168,7 +169,7 @@ def explain(golden: Golden, differences: list[Difference]) -> None:
 
 def causes(found: Difference) -> tuple[list[str], list[str]]:
     """What may be wrong: mistakes that are as far off, the nearest first; and what else is known at the place."""
-    hints = places.place(found.value.name).hints
+    hints = files.place(found.value.name).hints
     if found.cause and not found.rms > 0:  # there are no numbers to look at
         return [], [found.cause]
     known = read_json(FOLDER / MISTAKES, "table of mistakes").get(found.value.name, {}) if found.rms else {}
@@ -183,7 +184,7 @@ def causes(found: Difference) -> tuple[list[str], list[str]]:
 
 def run(argv: list[str]) -> int:
     """Compare a dump. Returns the exit code. Raises: Refusal."""
-    parser = Options("python -m tools.golden", __doc__)
+    parser = Options("python -m tools.golden.check", __doc__)
     parser.add_argument("dump", type=Path, help="a safetensors file")
     parser.add_argument("--all", action="store_true", help="names that are missing or unknown count, too")
     args = parser.parse_args(argv)
@@ -197,3 +198,7 @@ def run(argv: list[str]) -> int:
 
 def main(argv: list[str]) -> int:
     return cli.run("golden", run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

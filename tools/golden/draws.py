@@ -1,20 +1,18 @@
 """The golden values that need no data: words, draws, orders, rates, initial weights and rotations, at full size too."""
 
-from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import torch
 
 from flux_ref import model, rng, schedule
-from flux_ref.config import Config, OptimConfig, TrainConfig
+from flux_ref.config import Config, OptimConfig
 from flux_ref.mlperf_closed import TRAIN_SAMPLES
-from tools.golden import places
+from tools.golden import files
 from tools.golden.files import Values
-from tools.golden.forward import Replay
+from tools.golden.training import Replay, drawn_at
 
-FULL_SEED = places.inputs_of("full.sample")["seed"]
+FULL_SEED = files.inputs_of("full.sample")["seed"]
 
 
 def draws(run: Replay) -> Values:
@@ -23,7 +21,7 @@ def draws(run: Replay) -> Values:
     values: Values = {}
     for number in range(5):
         name = f"draws.words.{number}"
-        about = dict(places.inputs_of(name))
+        about = dict(files.inputs_of(name))
         values[name] = rng.words(start=about.pop("first"), **about)
     values |= {
         "draws.uniform": rng.uniform(values["draws.words.1"]),
@@ -33,7 +31,7 @@ def draws(run: Replay) -> Values:
 
     seed = cfg.train.seed
     shape = cfg.model.latent_shape
-    about = places.inputs_of("draws.t")
+    about = files.inputs_of("draws.t")
     epoch = about["epoch"]
     samples = range(about["count"])
     drawn = [rng.train_draw(cfg.train, epoch, i, shape) for i in samples]
@@ -44,13 +42,13 @@ def draws(run: Replay) -> Values:
         "draws.t": np.array([draw.t for draw in drawn], np.float32),
     }
     for name in ("draws.t.shift", "draws.t.logit_normal", "draws.t.logit_normal_shift"):
-        about = places.inputs_of(name)
+        about = files.inputs_of(name)
         keys = "timestep_sampling", "logit_mean", "logit_std", "timestep_shift"
         train = replace(cfg.train, **{key: about[key] for key in keys})
         other = [rng.train_draw(train, epoch, i, (2,)) for i in samples]
         values[name] = np.array([draw.t for draw in other], np.float32)
 
-    about = places.inputs_of("draws.val_noise")
+    about = files.inputs_of("draws.val_noise")
     sample = about["sample"]
     val_eps, val_noise = rng.val_draw(seed, about["evaluation"], sample, shape)
     values |= {
@@ -60,7 +58,7 @@ def draws(run: Replay) -> Values:
         "draws.val_noise": val_noise,
     }
 
-    about = places.inputs_of("schedule.lr")
+    about = files.inputs_of("schedule.lr")
     optim = OptimConfig(lr=about["peak"], warmup_steps=about["warmup_steps"])
     rates = [schedule.lr(number, optim) for number in about["steps"]]
     values["schedule.lr"] = np.array(rates, np.float32)
@@ -74,25 +72,13 @@ def full_draws(run: Replay) -> Values:
     return {f"full.{name}": rows[name] for name in ("sample", "drop", "t")}
 
 
-def drawn_at(positions: Iterable[int], count: int, train: TrainConfig) -> Values:
-    """Epoch, sample, whether its caption is dropped, and t, at positions of a run on so many samples."""
-    order = cache(rng.order)
-    rows = []
-    for position in positions:
-        epoch, i = divmod(position, count)
-        sample = int(order(train.seed, epoch, count)[i])
-        draw = rng.train_draw(train, epoch, sample, (2,))
-        rows.append((epoch, sample, draw.drop_caption, np.float32(draw.t)))
-    return {name: np.array(column) for name, column in zip(("epoch", "sample", "drop", "t"), zip(*rows))}
-
-
 def full_net(_: Replay) -> Values:
     """Of FLUX.1-schnell: the rotations of some tokens, their sums over all, and some initial elements of a weight."""
     with torch.device("meta"):
         net = model.Flux(Config().model)
     table = net.make_rope()
-    tokens = places.inputs_of("full.rope")["tokens"]
-    about = places.inputs_of("full.init.piece")
+    tokens = files.inputs_of("full.rope")["tokens"]
+    about = files.inputs_of("full.init.piece")
     name = about["name"]
     kind, width = model.init_spec(name, tuple(net.get_parameter(name).shape))
     return {

@@ -11,9 +11,8 @@ from flux_ref.precision.casts import scale_of_magnitude
 from flux_ref.precision.fp8 import cast, magnitudes, scales_of
 from flux_ref.precision.linear import PolicyLinear
 from flux_ref.precision.recipe import LowPrecisionRecipe
-from tools.golden import places
-from tools.golden.forward import Replay, Tensors, named, passed, plain
-from tools.golden.training import batches
+from tools.golden import files
+from tools.golden.training import Replay, Tensors, batches, named, passed, plain
 
 LAYER = "single_blocks.0.linear1"  # as a policy names a linear; any will do
 KEPT = re.compile(
@@ -37,7 +36,7 @@ def operations(run: Replay) -> Tensors:
     """Single operations in bf16, each by the function of the product, on given operands: bf16.fed.* to bf16.only.*"""
     fed = run.tensors("bf16.fed.")
     x = {name: tensor.bfloat16() for name, tensor in fed.items()}
-    about = places.inputs_of("bf16.only.rope")
+    about = files.inputs_of("bf16.only.rope")
     text = torch.zeros(about["text_tokens"], 3, dtype=torch.float64)
     height, width = about["grid"]
     positions = torch.cat((text, flow.image_positions(2 * height, 2 * width)))
@@ -57,7 +56,7 @@ def operations(run: Replay) -> Tensors:
     results = {
         "linear": nn.functional.linear(x["linear.x"], x["linear.weight"]),
         "rms_norm": scaled.bfloat16()(x["rope.x"]),
-        "modulate": model.modulate(x["modulate.x"], x["modulate.shift"], x["modulate.scale"]),
+        "modulate": model.modulated_norm(x["modulate.x"], x["modulate.shift"], x["modulate.scale"]),
         "rope": model.apply_rope(both.query_norm(x["rope.x"]), table),
         "qk": torch.stack(both(*[x["rope.x"].flatten(-2)] * 3, table)[:2]),
         "attention": model.attention(x["attention.q"], x["attention.k"], x["attention.v"]),
@@ -98,7 +97,7 @@ def fp8_linear(run: Replay) -> Tensors:
 
 def delayed_scales(run: Replay) -> Tensors:
     """The scale that the next step takes after each of some magnitudes of an input. Collective."""
-    about = places.inputs_of("fp8.delayed.scale")
+    about = files.inputs_of("fp8.delayed.scale")
     keys = {"precision__preset": "fp8_delayed", "precision__history": about["history"], "precision__dynamic_steps": 0}
     keys |= {"model__hidden": 48, "model__rope_axes": [4, 6, 6]}  # FP8 takes multiples of 16
     recipe = LowPrecisionRecipe(run.replaced(compute__dtype="bf16", **keys).cfg)

@@ -25,14 +25,15 @@ from flux_ref import cli, config_file, ranks
 from flux_ref.cli import Options
 from flux_ref.files import whole, write_whole
 from flux_ref.ranks import World
-from tools.golden import places
+from tools.golden import files
 from tools.golden.check import is_off, report
 from tools.golden.draws import draws, full_draws, full_net
 from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden, Value, checksum
-from tools.golden.forward import Recorded, Replay
 from tools.golden.precision import bf16, delayed_scales, fp8_edges, fp8_linear, operations
 from tools.golden.training import (
     CPU,
+    Recorded,
+    Replay,
     clipping,
     far,
     init,
@@ -116,12 +117,12 @@ def write(folder: Path) -> None:
     arrays = {}
     entries = []
     for name, (dtype, array) in record().items():
-        place = places.place(name)
+        place = files.place(name)
         old = golden.arrays.get(name, array)
         if (old.shape, old.dtype) == (array.shape, array.dtype):
             array = array if is_off(array, old, *place.tolerances(array, rate)).any() else old
         arrays[name] = array
-        about = place.meaning, *place.tolerances(array, rate), place.why, places.inputs_of(name)
+        about = place.meaning, *place.tolerances(array, rate), place.why, files.inputs_of(name)
         value = Value(name, list(array.shape), dtype, name in golden.given(), *about)
         entries.append(json.dumps(asdict(value)))
 

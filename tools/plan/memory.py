@@ -11,9 +11,9 @@ from flux_ref.config import Config
 from flux_ref.dataloader import fields
 from flux_ref.model import parameter_table
 from flux_ref.optim import state_kinds
-from flux_ref.sharding import REDUCTIONS, freed
-from tools.plan.footprint import Footprint
-from tools.shared.communication import ITEM_BYTES, ROOT, Layout, Unit
+from flux_ref.sharding import REDUCTIONS, freed_regions
+from tools.flops_and_bytes import ITEM_BYTES, ROOT, FsdpLayout, Unit
+from tools.plan.region_costs import Footprint
 
 MASTER = 4  # bytes of a weight, of a moment and of a gradient on shards
 PARTS = ("weights", "moments", "gradients", "gathered weights", "activations", "working set", "buffers")
@@ -36,7 +36,7 @@ class Instant:
         return sum(self.parts.values())
 
 
-def fullest(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int) -> Instant:
+def fullest(cfg: Config, layout: FsdpLayout, footprints: dict[str, Footprint], gpus: int, rows: int) -> Instant:
     """The fullest instant of a training step or a validation batch. rows: those of the footprints."""
     *regions, root = layout.units
     sample = sum(prod(shape) * dtype.itemsize for shape, dtype in fields(cfg.model).values())
@@ -47,7 +47,7 @@ def fullest(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus:
 
     instants = training(cfg, layout, footprints, gpus * rows < cfg.train.global_batch, rows)
 
-    kept = regions[freed(cfg.parallel, len(regions)) :]
+    kept = regions[freed_regions(cfg.parallel, len(regions)) :]
     for unit in regions:
         working = footprints[unit.kind].forward.most + footprints[ROOT].forward.most
         own = {"gathered weights": gathered(root, *kept, unit, unit), "working set": cfg.eval.batch / rows * working}
@@ -56,14 +56,14 @@ def fullest(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus:
 
 
 def training(
-    cfg: Config, layout: Layout, footprints: dict[str, Footprint], accumulates: bool, rows: int
+    cfg: Config, layout: FsdpLayout, footprints: dict[str, Footprint], accumulates: bool, rows: int
 ) -> list[Instant]:
     """The last micro-batch from the end of forward on: backward and reduction of each region, then the optimizer."""
     *regions, root = layout.units
     item = ITEM_BYTES[cfg.compute.dtype]
     reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
     stream = rows * (cfg.model.image_tokens + cfg.model.text_tokens) * cfg.model.hidden * item  # between two regions
-    first_kept = freed(cfg.parallel, len(regions))
+    first_kept = freed_regions(cfg.parallel, len(regions))
     saved = sum(footprints[unit.kind].forward.kept for unit in layout.units)
     queue = [root, *regions] if accumulates else []  # whose reductions the micro-batch before has begun
     done: list[Unit] = []
@@ -105,7 +105,7 @@ def training(
     return [*instants, Instant("the optimizer", {"gradients": gradients(cfg, layout, layout.units, accumulates)})]
 
 
-def graph_nodes(cfg: Config, layout: Layout, footprints: dict[str, Footprint], micros: int) -> int:
+def graph_nodes(cfg: Config, layout: FsdpLayout, footprints: dict[str, Footprint], micros: int) -> int:
     """Kernels, copies and collectives of a training step, without the optimizer's.
 
     A gather has three: copies in, the collective, copies out. A micro-batch reduces each unit with a copy and a
@@ -115,11 +115,11 @@ def graph_nodes(cfg: Config, layout: Layout, footprints: dict[str, Footprint], m
     forward = sum(footprints[unit.kind].forward.kernels for unit in units)
     backward = sum(footprints[unit.kind].backward.kernels for unit in units)
     reduced = 2 * len(units) + len(parameter_table(cfg.model))
-    gathers = len(units) + (2 * micros - 1) * freed(cfg.parallel, len(units) - 1)
+    gathers = len(units) + (2 * micros - 1) * freed_regions(cfg.parallel, len(units) - 1)
     return micros * (forward + backward + reduced) + 3 * gathers
 
 
-def gradients(cfg: Config, layout: Layout, done: list[Unit], accumulates: bool) -> float:
+def gradients(cfg: Config, layout: FsdpLayout, done: list[Unit], accumulates: bool) -> float:
     """Bytes of sharded gradients after these units were reduced in the last micro-batch."""
     reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
     replicated = layout.replicas > 1

@@ -2,22 +2,43 @@
 
 from bisect import bisect
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from math import ceil, gcd
+
+import numpy as np
+from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
 
 from flux_ref import config, config_file, mlperf_closed, schedule
 from flux_ref.cli import progress
 from flux_ref.config import Config
-from flux_ref.mlperf_closed import TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.mlperf_closed import TRAIN_SAMPLES, VAL_SAMPLES, is_benchmark
 from flux_ref.precision import policy
 from flux_ref.precision.policy import MULTIPLE
 from flux_ref.precision.recipe import recipe_of
-from tools.plan import footprint, memory, step_time
-from tools.plan.footprint import Footprint
+from tools.flops_and_bytes import FsdpLayout
+from tools.plan import memory, region_costs, step_time
 from tools.plan.memory import Instant
-from tools.plan.reference_samples import samples_to_target
+from tools.plan.region_costs import Footprint
 from tools.plan.step_time import Machine, Times
-from tools.shared.communication import Layout
+
+
+def samples_to_target(cfg: Config) -> float | None:
+    """Mean samples at the config's batch; None for a batch above all points, and for another model or target.
+
+    A batch below all points gets the value of the smallest, as in the official checker.
+    """
+    if not is_benchmark(cfg):
+        return None
+    batches, means = zip(*_points(cfg.mllog.ruleset))
+    return float(np.interp(cfg.train.global_batch, batches, means)) if cfg.train.global_batch <= batches[-1] else None
+
+
+@cache
+def _points(ruleset: str) -> list[tuple[int, float]]:
+    """(batch, mean samples) by ascending batch, without points that converge more slowly than their neighbours."""
+    pruned = RCP_Checker("training", ruleset, "flux1", verbose=False).pruned_rcp_data
+    return sorted((point["BS"], point["RCP Mean"]) for point in pruned.values())
+
 
 KB = 1e3
 GB = 1e9
@@ -31,7 +52,7 @@ class Plan:
 
     cfg: Config
     machine: Machine
-    layout: Layout
+    layout: FsdpLayout
     rows: int  # of a micro-batch
     instant: Instant
     graphs: float  # of captured steps, outside of tensors
@@ -58,14 +79,14 @@ class Plan:
 def make(cfg: Config, machine: Machine) -> Plan:
     """Raises: Refusal if the config does not fit the number of GPUs."""
     config_file.validate_world(cfg, machine.gpus)
-    return planned(cfg, machine, footprint.trace(cfg, machine.gpu.arch, config.micro_batch(cfg, machine.gpus)))
+    return planned(cfg, machine, region_costs.trace(cfg, machine.gpu.arch, config.micro_batch(cfg, machine.gpus)))
 
 
 def planned(cfg: Config, machine: Machine, footprints: dict[str, Footprint]) -> Plan:
     """The plan of a config whose net has these footprints."""
     gpus = machine.gpus
     rows = config.micro_batch(cfg, gpus)
-    layout = footprint.layout(cfg, gpus, machine.gpu.node)
+    layout = region_costs.node_layout(cfg, gpus, machine.gpu.node)
     instant = memory.fullest(cfg, layout, footprints, gpus, rows)
     times = step_time.times(cfg, layout, footprints, machine, rows)
     assumed = machine.assumed
@@ -109,7 +130,7 @@ def fastest(cfg: Config, machine: Machine) -> list[Plan]:
     One for each micro-batch that divides a rank's samples and each activation budget: it keeps the most regions.
     """
     tokens = (cfg.model.text_tokens, cfg.model.image_tokens)
-    step = MULTIPLE // gcd(*tokens, MULTIPLE) if policy.narrowest(cfg) else 1  # see policy.require_rows
+    step = MULTIPLE // gcd(*tokens, MULTIPLE) if policy.narrowest_format(cfg) else 1  # see policy.require_rows
     batch = config.rank_batch(cfg, machine.gpus)
     room = machine.gpu.memory_gb * GB - SPARE
     found: list[Plan] = []
@@ -118,8 +139,8 @@ def fastest(cfg: Config, machine: Machine) -> list[Plan]:
         before = len(found)
         for budget in BUDGETS if cfg.compute.compile else BUDGETS[:1]:
             own = config_file.replace(cfg, train__micro_batch=rows, compute__activation_memory_budget=budget)
-            keeping = partial(_keeping, own, machine, footprint.trace(own, machine.gpu.arch, rows))
-            kept = [*range(len(footprint.layout(own, machine.gpus, machine.gpu.node).units) - 1), -1]
+            keeping = partial(_keeping, own, machine, region_costs.trace(own, machine.gpu.arch, rows))
+            kept = [*range(len(region_costs.node_layout(own, machine.gpus, machine.gpu.node).units) - 1), -1]
             fitting = bisect(kept, room, key=lambda count: keeping(count).total)
             found += [keeping(kept[fitting - 1])] if fitting else []
         if before == len(found) > 0:

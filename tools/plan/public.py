@@ -13,10 +13,9 @@ from typing import get_type_hints
 
 from flux_ref import config_file
 from flux_ref.config import Config
-from tools.plan import footprint, hardware, step_time
-from tools.plan.footprint import Footprint
-from tools.plan.hardware import Assumed, Gpu
-from tools.plan.step_time import Machine
+from tools.plan import region_costs, step_time
+from tools.plan.region_costs import Footprint
+from tools.plan.step_time import Assumed, Gpu, Machine
 
 TABLE = Path(__file__).with_name("public_systems.csv")
 # Presets, as hardware.toml knows them; fp32 is planned as bf16.
@@ -47,7 +46,7 @@ class System:
 
     @property
     def rates(self) -> tuple[Gpu, Assumed]:
-        return hardware.load(self.gpu, self.precision)
+        return step_time.load(self.gpu, self.precision)
 
 
 def systems() -> list[System]:
@@ -63,7 +62,7 @@ def known() -> list[System]:
 
 @cache
 def traced(precision: str, arch: str, rows: int) -> dict[str, Footprint]:
-    return footprint.trace(config_of(precision), arch, rows)
+    return region_costs.trace(config_of(precision), arch, rows)
 
 
 def config_of(precision: str, **values: object) -> Config:
@@ -83,7 +82,7 @@ def planned_s(system: System, gemm_share: float | None = None) -> float:
     machine = Machine(gpu, replace(assumed, gemm_share=gemm_share or assumed.gemm_share), system.gpus)
     rows = system.micro_batch
     cfg = config_of(system.precision, train__global_batch=system.global_batch, train__micro_batch=rows, eval__batch=1)
-    layout = footprint.layout(cfg, system.gpus, gpu.node)
+    layout = region_costs.node_layout(cfg, system.gpus, gpu.node)
     footprints = traced(system.precision, gpu.arch, rows)
     forward = sum(machine.seconds(footprints[unit.kind].forward) for unit in layout.units)
 

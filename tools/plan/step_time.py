@@ -5,17 +5,84 @@ memory's bandwidth. Everything else takes its bytes. Links work while the card c
 Not modelled: links that slow the card down, launches, and ranks that wait for a slow rank.
 """
 
-from dataclasses import dataclass
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil, log2
+from pathlib import Path
+from typing import get_type_hints
 
+from flux_ref import files
+from flux_ref.cli import Refusal
 from flux_ref.config import Config
-from flux_ref.sharding import freed
-from tools.plan.footprint import Footprint, Pass
-from tools.plan.hardware import Assumed, Gpu
+from flux_ref.sharding import freed_regions
+from tools.flops_and_bytes import ITEM_BYTES, FsdpLayout, Unit
 from tools.plan.memory import checkpoint_bytes
-from tools.shared.communication import ITEM_BYTES, Layout, Unit
+from tools.plan.region_costs import Footprint, Pass
 
 MICRO = 1e-6
+TABLE = Path(__file__).with_name("hardware.toml")
+SPREAD = 0.1  # of a step whose rates were measured: kernels of other shapes, overlap; assumed
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of card and its links; hardware.toml explains the figures."""
+
+    arch: str
+    memory_gb: float
+    memory_tb_s: float
+    bf16_tflops: float
+    fp8_tflops: float
+    node: int
+    domain: int
+    scale_up_gb_s: float
+    scale_out_gb_s: float
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Figures that no datasheet gives: the first four of an architecture and a precision, the others of all."""
+
+    gemm_share: float  # of the peak arithmetic
+    memory_share: float  # of the memory's bandwidth
+    range: float  # times may be off by a factor of 1 + range
+    source: str
+    link_share: float  # of a link's bandwidth
+    hop_us: float
+    margin: float
+    outside_gb: float
+    graph_node_kb: float
+    host_ms_per_region: float
+    host_us_per_kernel: float
+
+
+@cache
+def load(name: str, precision: str = "bf16") -> tuple[Gpu, Assumed]:
+    """A card of the table, and what is assumed of it in a precision: bf16 or fp8. Raises: Refusal."""
+    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    gpus = table["gpu"]
+    if name not in gpus:
+        raise Refusal(f"unknown GPU {name}; known are {', '.join(gpus)}")
+    gpu = Gpu(**gpus[name])
+    if precision == "fp8" and not gpu.fp8_tflops:
+        raise Refusal(f"FP8 needs FP8 matrix units, {name} has none; set precision.preset=bf16")
+    share = table["share"][f"{gpu.arch}_{precision}"]
+    return gpu, Assumed(**share, **table["assumed"])
+
+
+def measured(path: Path, gpus: int) -> tuple[Gpu, Assumed]:
+    """The card of a file by `tools.preflight --json`, and what is still assumed. gpus: of the plan. Raises: Refusal."""
+    rates = files.read_json(path, "measured rates")
+    try:
+        gpu = Gpu(*map(rates.__getitem__, get_type_hints(Gpu)))
+    except KeyError as error:
+        raise Refusal(f"{path} lacks the rate {error}; write it with tools.preflight --json") from None
+    if (gpus > 1 and not gpu.scale_up_gb_s) or (gpus > gpu.node and not gpu.scale_out_gb_s):
+        raise Refusal(f"{path} has no rate of the links that {gpus} GPUs use; run tools.preflight on more of them")
+    _, assumed = load("h200")  # of all cards
+    known = replace(assumed, gemm_share=1.0, memory_share=1.0, link_share=1.0, range=SPREAD, source=f"measured, {path}")
+    return gpu, known
 
 
 @dataclass(frozen=True)
@@ -69,7 +136,7 @@ class Machine:
         return moved * (ranks - 1) / ranks / (share * speed) + hops * self.assumed.hop_us * MICRO
 
 
-def update(cfg: Config, layout: Layout, machine: Machine) -> float:
+def update(cfg: Config, layout: FsdpLayout, machine: Machine) -> float:
     """Seconds of the optimizer, and of the sum of the gradient norm over all ranks.
 
     The optimizer reads and writes weights and moments. It reads the gradient, as the norm does; clipping reads and
@@ -79,7 +146,7 @@ def update(cfg: Config, layout: Layout, machine: Machine) -> float:
     return machine.moving(per_weight * layout.sharded(*layout.units)) + 2 * machine.ring(0, machine.gpus, tree=True)
 
 
-def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int) -> Times:
+def times(cfg: Config, layout: FsdpLayout, footprints: dict[str, Footprint], machine: Machine, rows: int) -> Times:
     """One optimizer step with micro-batches of so many rows.
 
     Forward waits for two gathers, of the root and the first region. Micro-batches after the first gather again only
@@ -102,7 +169,7 @@ def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine
         sizes = (reduced * layout.sharded(unit) for unit in units)
         return 2 * sum(machine.ring(size, layout.replicas, layout.shards, tree=True) for size in sizes)
 
-    again = units[: freed(cfg.parallel, len(units) - 1)]  # gathered a second time, for backward, and so on
+    again = units[: freed_regions(cfg.parallel, len(units) - 1)]  # gathered a second time, for backward, and so on
     evaluated = sum(machine.seconds(footprints[unit.kind].forward) for unit in units)
     # FSDP2 copies gathered weights to where layers find them, and gradients to where they are reduced.
     first_forward = evaluated + sum(machine.moving(2 * unit.gathered) for unit in units)
@@ -137,7 +204,7 @@ def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine
 
 
 def parts(
-    cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int
+    cfg: Config, layout: FsdpLayout, footprints: dict[str, Footprint], machine: Machine, rows: int
 ) -> dict[str, float]:
     """Seconds of a step by what is done in them. Links work while the card computes."""
     idle = {kind: Footprint(*(work._replace(moved=0.0) for work in both)) for kind, both in footprints.items()}

@@ -35,7 +35,7 @@ from flux_ref.pictures.captioned import Part, Picture, Rejected
 from flux_ref.pictures.encoders import Encoders
 from flux_ref.precision.recipe import DTYPES
 from flux_ref.schedule import TIMESTEPS
-from tools.prepare import job
+from tools.prepare import common
 
 THREADS = 8  # of a rank, that decode pictures
 PER_PART = 1000  # files of a folder that become one shard
@@ -130,7 +130,7 @@ def _require_enough(args: argparse.Namespace, parts: list[Part]) -> None:
     raise Refusal(f"--input {args.input} gives {found}, want {want}{rejected}; add pictures or change --val-share")
 
 
-def _finish(folder: Path, layout: dataset.Layout) -> str:
+def _finish(folder: Path, layout: dataset.SampleLayout) -> str:
     """Number the shards and join the lists of all parts. Returns what there is, in words. Raises: Refusal."""
     root = folder / "set"
     rows = "".join(path.read_text(encoding="utf-8") for path in files.matching(folder, "rejected_*.tsv"))
@@ -149,7 +149,7 @@ def _finish(folder: Path, layout: dataset.Layout) -> str:
     return said
 
 
-def _stored(folder: Path, split: str, layout: dataset.Layout) -> dataset.ShardSet:
+def _stored(folder: Path, split: str, layout: dataset.SampleLayout) -> dataset.ShardSet:
     place = _made(folder, split)
     return dataset.ShardSet(place if any(place.iterdir()) else "", layout)
 
@@ -165,14 +165,14 @@ def _made_from(args: argparse.Namespace, model: ModelConfig, listed: list[str]) 
     """What must be the same when a stopped command goes on."""
     names = ("input", "val_share", "caption_column", "model", "dtype")
     digest = hashlib.sha256("\n".join(listed).encode(errors="surrogateescape")).hexdigest()
-    return {name: str(getattr(args, name)) for name in names} | dataset.layout(model).shapes | {"files": digest}
+    return {name: str(getattr(args, name)) for name in names} | dataset.sample_layout(model).shapes | {"files": digest}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--input",
-        type=job.folder,
+        type=common.folder,
         required=True,
         metavar="DIR",
         help="folder of pictures of 64 pixels or more, or of tars",
@@ -205,7 +205,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal."""
-    model = job.config(args.config).model
+    model = common.config(args.config).model
     world = ranks.start(ParallelConfig(replicate=1))
     with ExitStack() as stack, ThreadPoolExecutor(THREADS) as pool:
         if world.size == 1:  # with more, torchrun ends the others after an error
@@ -213,17 +213,17 @@ def run(args: argparse.Namespace) -> int:
         with ranks.agreed():
             listed = []
             if world.rank == 0:
-                job.require_new(args.output)
+                common.require_new(args.output)
                 listed = captioned.find(args.input)
         listed = ranks.gather_objects(listed)[0]
         with ranks.agreed():
             parts = captioned.parts_of(args.input, listed, args.caption_column, PER_PART)
             _require_enough(args, parts)
             nets = Encoders(args.model, model, world.device, DTYPES[args.dtype])
-        folder = job.partial_of(args.output)
+        folder = common.partial_of(args.output)
         with ranks.agreed():
             if world.rank == 0:  # for all
-                stack.enter_context(job.growing(args.output, _made_from(args, model, listed)))
+                stack.enter_context(common.growing(args.output, _made_from(args, model, listed)))
                 for split in ("train", "val"):
                     _made(folder, split).mkdir(exist_ok=True)
         bar = progress(desc=f"encoding, rank 0 of {world.size}", unit=" pictures", disable=world.rank > 0)
@@ -236,5 +236,5 @@ def run(args: argparse.Namespace) -> int:
             if world.rank == 0:
                 files.remove(folder / "set" / "empty_encodings")
                 dataset.write_empty(folder / "set" / "empty_encodings", nets.encode_text([""]))
-                print(f"{args.output}: {_finish(folder, dataset.layout(model))}")
+                print(f"{args.output}: {_finish(folder, dataset.sample_layout(model))}")
     return 0

@@ -17,10 +17,10 @@ import numpy as np
 
 from flux_ref import dataset
 from flux_ref.cli import Refusal, one_line, progress
-from flux_ref.dataset import Layout, Meta
+from flux_ref.dataset import Meta, SampleLayout
 from flux_ref.files import matching
 from flux_ref.schedule import TIMESTEPS
-from tools.prepare import job
+from tools.prepare import common
 
 COLUMNS = {  # of each member
     "t5": "t5_encodings",
@@ -63,7 +63,7 @@ def read_table(path: Path):
     return table
 
 
-def read_row(table, row: int, split: str, layout: Layout, path: Path) -> Row:
+def read_row(table, row: int, split: str, layout: SampleLayout, path: Path) -> Row:
     """(the bf16 bits in a row, not copied; its timestep: 0 to 7 for val, None for train). Raises: Refusal."""
     where = f"{path}, row {row}"
     timestep = None
@@ -86,7 +86,7 @@ def read_row(table, row: int, split: str, layout: Layout, path: Path) -> Row:
     return members, timestep
 
 
-def read_rows(counts: dict[Path, int], wanted: range, split: str, layout: Layout) -> Iterator[Row]:
+def read_rows(counts: dict[Path, int], wanted: range, split: str, layout: SampleLayout) -> Iterator[Row]:
     """`read_row` of each wanted sample, across files. counts: the rows of each file. Raises: Refusal."""
     first = 0
     for path, count in counts.items():
@@ -100,7 +100,7 @@ def read_rows(counts: dict[Path, int], wanted: range, split: str, layout: Layout
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--input", type=job.folder, required=True, help="folder of data-*.arrow, beside empty_encodings")
+    add("--input", type=common.folder, required=True, help="folder of data-*.arrow, beside empty_encodings")
     add("--output", type=Path, required=True, help="folder in which to make SPLIT and empty_encodings")
     add("--split", choices=("train", "val"), required=True)
     add("--config", metavar="FILE", help="expect the sizes of this config's model (FLUX.1-schnell's)")
@@ -110,8 +110,8 @@ def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal; OSError."""
     split = args.split
     final = args.output / split
-    layout = dataset.layout(job.config(args.config).model)
-    job.require_new(final)  # before all rows are counted
+    layout = dataset.sample_layout(common.config(args.config).model)
+    common.require_new(final)  # before all rows are counted
     paths = arrow_files(args.input)
     counts = {}
     missing = set(range(TIMESTEPS)) if split == "val" else set()
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         "shapes": layout.shapes,
         "files": [[path.name, path.stat().st_size, rows] for path, rows in counts.items()],
     }
-    with job.growing(final, made_from) as folder:
+    with common.growing(final, made_from) as folder:
         if empty:
             dataset.write_empty(args.output / source.name, empty)
         wanted = {}
@@ -147,13 +147,13 @@ def run(args: argparse.Namespace) -> int:
         done = count - sum(map(len, wanted.values()))
         with progress(total=count, initial=done, desc=f"converting {split}", unit=" samples") as bar:
 
-            def write_shard(path: Path, advance: job.Advance) -> None:
+            def write_shard(path: Path, advance: common.Advance) -> None:
                 with dataset.new_shard(path) as file:
                     found = read_rows(counts, wanted[path], split, layout)
                     for index, (members, timestep) in zip(wanted[path], found):
                         dataset.add(file, Meta(dataset.key_of(split, index), timestep), members)
                         advance(1)
 
-            job.each(write_shard, wanted, THREADS, bar)
+            common.each(write_shard, wanted, THREADS, bar)
     print(f"{final}: {count:,} samples")
     return 0

@@ -18,9 +18,9 @@ import numpy as np
 
 from flux_ref import dataset
 from flux_ref.cli import Refusal, printable, progress
-from flux_ref.dataset import MEMBERS, BadSample, Layout, Meta, Shard
+from flux_ref.dataset import MEMBERS, BadSample, Meta, SampleLayout, Shard
 from flux_ref.schedule import TIMESTEPS
-from tools.prepare import job
+from tools.prepare import common
 
 SHOWN = 20  # problems
 THREADS = min(8, os.cpu_count() or 1)
@@ -44,7 +44,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
 
-def look(path: Path, advance: job.Advance, fast: bool, layout: Layout) -> Report:
+def look(path: Path, advance: common.Advance, fast: bool, layout: SampleLayout) -> Report:
     """Read a shard's samples. fast: the first and last one only. advance: is given the bytes that were read."""
     report = Report()
     rows = layout.arrays()
@@ -111,15 +111,17 @@ def unequal_turns(folder: Path, seen: list[tuple[Meta, str]]) -> Iterator[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("dir", type=job.folder, metavar="DIR", help="folder of *.tar shards, or of train/, val/ and empty_encodings/")
+    add(
+        "dir", type=common.folder, metavar="DIR", help="folder of *.tar shards, or of train/, val/ and empty_encodings/"
+    )
     add("--config", metavar="FILE", help="expect this config's sizes and numbers of samples (FLUX.1-schnell's)")
     add("--fast", action="store_true", help="read only names, sizes and the first and last sample of each shard")
 
 
 def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal; OSError; KeyboardInterrupt."""
-    cfg = job.config(args.config)
-    layout = dataset.layout(cfg.model)
+    cfg = common.config(args.config)
+    layout = dataset.sample_layout(cfg.model)
     wanted = {"train": cfg.data.train_samples, "val": cfg.data.val_samples}
     folders = {name: args.dir / name for name in wanted if (args.dir / name).is_dir()}
     if not folders:
@@ -133,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
         problems += wrong
         size = sum(path.stat().st_size for path in paths)
         with progress(total=size, desc=split, unit="B", unit_scale=True, leave=False, disable=args.fast) as bar:
-            reports = job.each(task, paths, THREADS, bar)
+            reports = common.each(task, paths, THREADS, bar)
         samples = 0
         seen = []
         for report in reports:

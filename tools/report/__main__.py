@@ -16,8 +16,8 @@ from flux_ref import cli
 from flux_ref.cli import Options, printable
 from flux_ref.config import KEYS, MllogConfig
 from flux_ref.files import write_whole
-from tools.report import page, result_log, score, words
-from tools.shared.json_option import json_option, show
+from tools.json_option import json_option, show
+from tools.report import page, result_log, score
 
 INVALID = 1  # exit code
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         "points": str(args.points or "official"),
     }
     systems = [score.judge(name, files, args.ruleset, args.points) for name, files in result_log.find(args.paths)]
-    text = ", ".join(f"{name} {value}" for name, value in rules.items()) + f"\n\n{words.describe(systems)}"
+    text = ", ".join(f"{name} {value}" for name, value in rules.items()) + f"\n\n{score.describe(systems)}"
     if args.out:
         write_whole(args.out / "report.html", page.page(systems, text))
         text += f"\n\npage: {printable(args.out / 'report.html')}"

@@ -65,7 +65,7 @@ def losses(batch: int, systems: list[System]) -> Any:
     target = number(systems[0].value("target_accuracy"))
     target = target if target > 0 else 0.0
     axes.axhline(target, color="red", linestyle="--", label=f"target {target:g}")
-    band = mlperf_closed.public_band(batch) if target == EvalConfig.target else []
+    band = mlperf_closed.load_public_curve(batch) if target == EvalConfig.target else []
     if band:
         samples, low, median, high = zip(*band)
         axes.plot(samples, median, color="grey", label="public runs")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from mlperf_logging.compliance_checker import mlp_parser
 
 from flux_ref.cli import Refusal, printable
-from flux_ref.files import raised, read_bytes, read_text
+from flux_ref.files import read_bytes, read_text, reraise
 
 LONG = re.compile(rb":::MLLOG.{10000}")  # mlperf-logging searches a line in a time that grows with its square
 
@@ -86,7 +86,7 @@ def find(arguments: list[Path]) -> list[tuple[str, list[Path]]]:
 def _below(folder: Path) -> list[Path]:
     """The result files below a folder. Those of run folders come before copies that were made for a submission."""
     found = []
-    for parent, folders, names in os.walk(folder, onerror=raised):  # a folder left out could hold a failed run
+    for parent, folders, names in os.walk(folder, onerror=reraise):  # a folder left out could hold a failed run
         found += [Path(parent, name) for name in (*folders, *names) if fnmatch(name, "result_*.txt")]
     return sorted(found, key=lambda path: (-len(path.parts), path))
 

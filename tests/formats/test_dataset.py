@@ -32,9 +32,9 @@ from shard_damage import (
 from flux_ref import config, config_file, dataloader, dataset
 from flux_ref.cli import Fault, Refusal
 from flux_ref.config import Config, ModelConfig
-from flux_ref.dataset import BLOCK, END_BYTES, MEMBERS, NPY_HEADER, RECORD, BadSample, Layout, Meta
+from flux_ref.dataset import BLOCK, END_BYTES, MEMBERS, NPY_HEADER, RECORD, BadSample, Meta, SampleLayout
 
-WIDE = Layout({**LAYOUT.shapes, "t5": (20, 300)})  # a sample is longer than a tar record, as real ones are
+WIDE = SampleLayout({**LAYOUT.shapes, "t5": (20, 300)})  # a sample is longer than a tar record, as real ones are
 STRIDE = LAYOUT.stride
 COUNT = 12
 WRITTEN = shard_damage.samples(COUNT)
@@ -52,7 +52,7 @@ def shard(folder) -> Path:
     return folder / "shard_000000.tar"
 
 
-def require_as_written(folder: Path, written: list = WRITTEN, layout: Layout = LAYOUT) -> None:
+def require_as_written(folder: Path, written: list = WRITTEN, layout: SampleLayout = LAYOUT) -> None:
     stored = opened(folder, layout)
     assert len(stored) == len(written)
     for index, (meta, members) in enumerate(written):
@@ -65,7 +65,7 @@ def require_as_written(folder: Path, written: list = WRITTEN, layout: Layout = L
 
 
 def test_the_benchmarks_samples_have_the_public_stride_and_webdataset_reads_what_we_write(folder):
-    assert dataset.layout(ModelConfig()).stride == 2_169_344
+    assert dataset.sample_layout(ModelConfig()).stride == 2_169_344
     require_as_written(folder)
     paths = sorted(map(str, folder.iterdir()))
     for i, found in enumerate(webdataset.WebDataset(paths, shardshuffle=False)):
@@ -140,7 +140,7 @@ def test_no_truncated_or_foreign_file_passes_for_a_whole_shard(folder, shard):
 
 def test_samples_of_another_model_are_refused_by_their_size_or_their_header(tmp_path):
     for number, (name, shape) in enumerate((("t5", (9, 30)), ("clip", (15,)), ("t5", (8, 28)))):
-        other = Layout({**LAYOUT.shapes, name: shape})
+        other = SampleLayout({**LAYOUT.shapes, name: shape})
         shard_damage.write(tmp_path / str(number), shard_damage.samples(2, layout=other))
         message = complaint(tmp_path / str(number), 0, kind=Refusal)
         assert "shard_000000.tar" in message and str(LAYOUT.shapes[name]) in message

@@ -28,7 +28,7 @@ def write_set(cfg: Config, folder: Path, train: int, val: list[int]) -> Config:
 
     Returns the config with its data there.
     """
-    shapes = dataset.layout(cfg.model).shapes
+    shapes = dataset.sample_layout(cfg.model).shapes
     for split, timesteps in (("train", [None] * train), ("val", val)):
         samples = []
         for i, timestep in enumerate(timesteps):
@@ -270,7 +270,7 @@ def test_waiting_for_data_counts_while_the_device_is_idle(micro, monkeypatch):
     assert 0.04 < copy_next(source.feed(), static) < 1.0  # four rows for each of three workers
     assert static["t"].tolist() == list(range(BATCH))
     busy = {name: SimpleNamespace(device=torch.device("cuda"), copy_=lambda *_, **__: None) for name in static}
-    monkeypatch.setattr("flux_ref.dataloader.ranks.end_of_copies", lambda device: int)
+    monkeypatch.setattr("flux_ref.dataloader.ranks.make_copy_waiter", lambda device: int)
     for done in (False, True):
         event = SimpleNamespace(record=lambda: None, query=lambda done=done: done)
         monkeypatch.setattr(torch, "Event", lambda kind, event=event: event)

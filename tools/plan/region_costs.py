@@ -34,8 +34,8 @@ from flux_ref.precision import fp8, linear, policy
 from flux_ref.precision.fp8 import Codes, DelayedScaling, Scales
 from flux_ref.precision.linear import PolicyLinear
 from flux_ref.precision.recipe import DTYPES
-from tools.shared import communication
-from tools.shared.communication import ROOT, Layout
+from tools import flops_and_bytes
+from tools.flops_and_bytes import ROOT, FsdpLayout
 
 # What counts the arithmetic of products. Plans are traced on a CPU, whose attention torch cannot count. Its query, key
 # and value come in the same order.
@@ -93,7 +93,7 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
     footprints = {}
     # The tensors claim to be on a CPU, which would decode FP8. The traced device has a kernel for it.
     with FakeTensorMode(), patch.object(fp8, "has_kernel", lambda device: True):
-        for kind, lengths in communication.region_lengths(cfg).items():
+        for kind, lengths in flops_and_bytes.region_lengths(cfg).items():
             for length in set(lengths):
                 net = _net(cfg, arch, length)
                 region = sharding.Region([*getattr(net, f"{kind}_blocks")], cfg.compute.activation_checkpointing)
@@ -107,14 +107,14 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
 
 
 @cache  # hundreds of plans ask for a few layouts
-def layout(cfg: Config, gpus: int, node: int) -> Layout:
+def node_layout(cfg: Config, gpus: int, node: int) -> FsdpLayout:
     """How FSDP2 splits the net over so many GPUs, `node` of them to a host.
 
     Raises: Refusal if parallel.replicate does not fit.
     """
     hosts = [str(rank // node) for rank in range(gpus)]
     replicas = ranks.replica_count(cfg.parallel.replicate, hosts)
-    return communication.layout(cfg, gpus, replicas)
+    return flops_and_bytes.fsdp_layout(cfg, gpus, replicas)
 
 
 def _net(cfg: Config, arch: str, length: int) -> Flux:

@@ -5,13 +5,16 @@ It gathers one unit at a time: a region of blocks, or the root with all paramete
 """
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from math import ceil, prod
+from typing import NamedTuple
 
-from flux_ref.config import Config
+from flux_ref.config import Config, ModelConfig
 from flux_ref.model import parameter_table
 from flux_ref.precision import policy
-from flux_ref.sharding import freed
+from flux_ref.precision.policy import layers
+from flux_ref.sharding import freed_regions
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}  # of compute.dtype and parallel.reduce_dtype
 ROOT = "ends"
@@ -29,7 +32,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FsdpLayout:
     """The units of a net over all ranks: regions in the order of forward, then the root."""
 
     units: list[Unit]
@@ -45,7 +48,7 @@ class Layout:
         return sum(unit.whole for unit in self.units)
 
 
-def layout(cfg: Config, ranks: int, replicas: int) -> Layout:
+def fsdp_layout(cfg: Config, ranks: int, replicas: int) -> FsdpLayout:
     """How a net is split over ranks that hold so many replicas."""
     shards = ranks // replicas
     lengths = region_lengths(cfg)
@@ -60,7 +63,7 @@ def layout(cfg: Config, ranks: int, replicas: int) -> Layout:
         unit.whole += prod(shape)
         unit.padded += padded
         unit.gathered += padded * (1 if is_code else ITEM_BYTES[cfg.compute.dtype])
-    return Layout([*regions.values(), root], shards, replicas)
+    return FsdpLayout([*regions.values(), root], shards, replicas)
 
 
 def region_lengths(cfg: Config) -> dict[str, list[int]]:
@@ -70,14 +73,59 @@ def region_lengths(cfg: Config) -> dict[str, list[int]]:
     return {kind: [min(most, count - first) for first in range(0, count, most)] for kind, count in counts.items()}
 
 
-def sent(cfg: Config, layout: Layout, micros: int = 1) -> dict[str, float]:
+def sent(cfg: Config, layout: FsdpLayout, micros: int = 1) -> dict[str, float]:
     """Bytes that one rank sends in an optimizer step of so many micro-batches, by collective, in rings."""
     reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
     n = layout.shards
     r = layout.replicas
-    again = layout.units[: freed(cfg.parallel, len(layout.units) - 1)]
+    again = layout.units[: freed_regions(cfg.parallel, len(layout.units) - 1)]
     return {
         "all_gather": sum(unit.gathered for unit in (*layout.units, *(2 * micros - 1) * again)) * (n - 1) / n,
         "reduce_scatter": micros * reduced * layout.sharded(*layout.units) * (n - 1),
         "all_reduce": 2 * reduced * layout.sharded(*layout.units) * (r - 1) / r,
     }
+
+
+FIRST = ("img_in", "txt_in", "time_in.in_layer", "vector_in.in_layer")  # their inputs need no gradient
+
+
+class Op(NamedTuple):
+    """An operation at one place of the net. forward, backward: operations per sample of one occurrence."""
+
+    name: str  # of the module, with * for the number of a block
+    times: int  # in the net
+    rows: int  # per sample: tokens, or 1
+    forward: int
+    backward: int
+
+
+def operations(model: ModelConfig) -> list[Op]:
+    """Every operation of the net: the linears, then attention.
+
+    Backward of a linear makes the gradients of its input and weight. Backward of attention counts twice: computing the
+    scores again does not count.
+    """
+    tokens = model.image_tokens + model.text_tokens
+    rows = {"img_in": model.image_tokens, "txt_in": model.text_tokens, "final_layer.linear": model.image_tokens}
+    rows |= {name: layer.tokens for name, layer in layers(model).items()}
+    counts: Counter[tuple[str, int, int]] = Counter()
+    for name, shape in parameter_table(model).items():
+        module, _, kind = name.rpartition(".")
+        if kind == "weight":
+            counts[re.sub(r"\.\d+\.", ".*.", module), rows.get(module, 1), prod(shape)] += 1
+    found = []
+    for (module, seen, size), times in counts.items():
+        once = 2 * seen * size
+        found.append(Op(module, times, seen, once, once if module in FIRST else 2 * once))
+    scores_and_values = 4 * tokens * tokens * model.hidden
+    for part, times in (("double_blocks", model.double_blocks), ("single_blocks", model.single_blocks)):
+        found.append(Op(f"{part}.*.attention", times, tokens, scores_and_values, 2 * scores_and_values))
+    return found
+
+
+def per_sample(model: ModelConfig) -> int:
+    """Operations of one training sample, forward and backward; recomputation does not count.
+
+    20.41e12 for schnell at the benchmark's shape.
+    """
+    return sum(op.times * (op.forward + op.backward) for op in operations(model))

@@ -5,7 +5,7 @@ from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
 
 from flux_ref import config_file
 from flux_ref.config import Config
-from tools.plan.reference_samples import samples_to_target
+from tools.plan.plan import samples_to_target
 
 
 def test_samples_to_the_target_are_the_official_checkers():

@@ -15,7 +15,7 @@ from run_files import contents
 from shard_damage import opened
 
 from flux_ref import config_file, dataset, toy
-from flux_ref.cli import Progress
+from flux_ref.cli import ProgressCount
 from flux_ref.pictures import toy_from_pictures
 
 SIZES = ["--model.latent_height=8", "--model.latent_width=8"]
@@ -50,11 +50,11 @@ def pictures(tmp_path_factory) -> Path:
 
 def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
     cfg = config_file.load(MICRO, overrides(pictures, tmp_path / "set"))
-    before = Progress.total
+    before = ProgressCount.total
     toy_from_pictures.ensure(cfg)
     # Each file is found, is read, becomes a sample or a row, and is compared, for the watch over hangs.
-    assert Progress.total - before > 3 * len([*pictures.iterdir()]) - 8
-    train, val = ([*opened(tmp_path / "set" / split, dataset.layout(MODEL))] for split in ("train", "val"))
+    assert ProgressCount.total - before > 3 * len([*pictures.iterdir()]) - 8
+    train, val = ([*opened(tmp_path / "set" / split, dataset.sample_layout(MODEL))] for split in ("train", "val"))
     rejected = dict(row.split("\t") for row in (tmp_path / "set" / "rejected.tsv").read_text().splitlines()[1:])
     assert rejected == {
         "cut.png": "damaged picture",
@@ -148,9 +148,9 @@ def test_the_judge_tells_what_a_picture_shows():
     everything = toy.all_drawings()[::7]  # each size, colour, shape and place
     pictures = [toy.render(drawing, 64, 64, toy.JITTER, -toy.JITTER) for drawing in everything]
     captions = [drawing.caption for drawing in everything]
-    assert toy.judge(pictures, captions) == {}, "as data sets have them"
+    assert toy.find_wrong_pictures(pictures, captions) == {}, "as data sets have them"
     others = captions[1:] + captions[:1]
-    assert toy.judge(pictures, others) == dict(zip(others, captions))
+    assert toy.find_wrong_pictures(pictures, others) == dict(zip(others, captions))
     white = np.full((3, 64, 64), 2 * toy.BACKGROUND - 1, np.float32)
     noises = np.random.default_rng(0).standard_normal((18, 3, 64, 64))
     for drawing, noise in zip(toy.held_out(), noises):
@@ -161,7 +161,7 @@ def test_the_judge_tells_what_a_picture_shows():
             if second.place != drawing.place:
                 other = toy.render(second, 64, 64)
                 strange.append(np.where(other == white, own, other))
-        assert [len(toy.judge([picture], [drawing.caption])) for picture in strange] == [1] * len(strange)
+        assert [len(toy.find_wrong_pictures([picture], [drawing.caption])) for picture in strange] == [1] * len(strange)
         kept = toy.decode(toy.encode(own))
-        assert toy.judge([kept, own + 0.25 * noise], [drawing.caption] * 2) == {}
-    assert toy.judge([noises[0].clip(-1, 1)], ["any"]) == {"any": "no drawing"}
+        assert toy.find_wrong_pictures([kept, own + 0.25 * noise], [drawing.caption] * 2) == {}
+    assert toy.find_wrong_pictures([noises[0].clip(-1, 1)], ["any"]) == {"any": "no drawing"}

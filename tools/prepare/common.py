@@ -59,7 +59,7 @@ def _clear(final: Path) -> None:
     rest = partial_of(final)
     if final.exists() and (rest / MADE_FROM).exists() and not (rest / "set").exists():
         rest.rename(final.with_name(f".{final.name}.the_rest{files.PARTIAL}"))
-    files.clear(final.parent, final.name)
+    files.remove_partial_files(final.parent, final.name)
 
 
 @contextmanager

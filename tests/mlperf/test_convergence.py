@@ -14,28 +14,28 @@ def benchmark(batch: int, **values):
 
 def warned(cfg, curve) -> list[int]:
     """The evaluations at which the run is warned of."""
-    return [i for i in range(len(curve)) if mlperf_closed.warning(cfg, curve[: i + 1])]
+    return [i for i in range(len(curve)) if mlperf_closed.convergence_warning(cfg, curve[: i + 1])]
 
 
 def test_the_bands_of_all_batches_are_ordered_and_fall_to_the_target():
     for batch in BATCHES:
-        samples, low, median, high = zip(*mlperf_closed.public_band(batch))
+        samples, low, median, high = zip(*mlperf_closed.load_public_curve(batch))
         assert list(samples) == sorted({*samples}) and samples[0] < 600_000
         assert all(a <= b <= c for a, b, c in zip(low, median, high))
         assert median[0] > 0.65 and 0.584 < median[-1] < 0.588
-    assert mlperf_closed.public_band(511) == []
+    assert mlperf_closed.load_public_curve(511) == []
 
 
 def test_a_run_above_all_public_ones_is_warned_of():
     """From its second loss above the band in a row."""
     for batch in BATCHES:
-        cfg, band = benchmark(batch), mlperf_closed.public_band(batch)
+        cfg, band = benchmark(batch), mlperf_closed.load_public_curve(batch)
         curve = [(point.samples, point.high) for point in band]
         assert warned(cfg, curve) == warned(cfg, [(point.samples, point.low) for point in band]) == []
         for i in (3, 8, 9, 10, 20, 21):
             curve[i] = curve[i][0], 1.011 * curve[i][1]
         assert warned(cfg, curve) == [9, 10, 21], "one loss alone is chance"
-        text = mlperf_closed.warning(cfg, curve[:10])
+        text = mlperf_closed.convergence_warning(cfg, curve[:10])
         assert f"{curve[9][1]:.4f}" in text and f"at most {band[9].high:.4f}" in text and "\n" not in text
 
 

@@ -61,7 +61,7 @@ def test_progress_of_any_rank_is_progress_of_all_and_a_lost_store_leaves_each_ra
             timer.share(store.clone())
         seen = second._progress()
         assert second._progress() == seen
-        assert [*cli.counted("ab")] == ["a", "b"]  # of both, as they share a process
+        assert [*cli.count_progress("ab")] == ["a", "b"]  # of both, as they share a process
         first._progress()
         assert second._progress() > seen
         seen = second._progress()
@@ -69,7 +69,7 @@ def test_progress_of_any_rank_is_progress_of_all_and_a_lost_store_leaves_each_ra
         first._progress()
         assert second._progress() == seen + 1
         second.store = SimpleNamespace(add=Mock(side_effect=RuntimeError))
-        assert second._progress() == second._progress() == second.marks + cli.Progress.total
+        assert second._progress() == second._progress() == second.marks + cli.ProgressCount.total
 
 
 def test_a_rank_that_torchrun_ends_is_silent_about_the_rank_that_broke():
