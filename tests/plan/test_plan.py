@@ -345,7 +345,7 @@ def test_the_command_prints_the_plan(capsys):
 
 
 def test_what_does_not_fit_has_no_time(capsys, monkeypatch):
-    monkeypatch.setattr(plan, "load", lambda *_: (replace(GPU, memory_gb=1), ASSUMED))
+    monkeypatch.setattr(step_time, "load", lambda *_: (replace(GPU, memory_gb=1), ASSUMED))
     assert commands.main([*ARGS, "--parallel.kept_regions=-1"]) == 1
     shown = capsys.readouterr().out
     assert "no times: this config does not fit the card" in shown and "\n0 layouts leave 4 GB free" in shown
