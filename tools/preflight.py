@@ -42,8 +42,7 @@ def seconds(work: Callable[[], object], device: torch.device, times: int = 0) ->
         begin = time.perf_counter()
         for _ in range(count):
             work()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        torch.get_device_module(device).synchronize(device)
         return time.perf_counter() - begin
 
     spent(1)  # loads the kernel
@@ -114,8 +113,7 @@ def limited(measure: Callable[[], float], device: torch.device, wait_s: float) -
     """A speed; 0, with a line that says why, for what fails or hangs. What hangs is left behind in its thread."""
 
     def work() -> float:
-        if device.type != "cpu":
-            torch.accelerator.set_device_index(device.index)
+        torch.get_device_module(device).set_device(device)
         return measure()
 
     try:

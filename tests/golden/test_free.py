@@ -13,6 +13,7 @@ from test_golden import KEPT
 
 from flux_ref import model, rng
 from tools.golden import check, draws, precision, record, training
+from tools.golden.files import Values
 
 pytestmark = pytest.mark.slow
 linear, silu, layer_norm, adamw = F.linear, F.silu, F.layer_norm, torch.optim.AdamW.step
@@ -99,7 +100,7 @@ FREE = {  # what a page calls free: what is changed, and the parts of `record` t
 }  # fmt: skip
 
 
-def values_of(name: str) -> record.Made:
+def values_of(name: str) -> Values:
     """What is computed with a free choice."""
     if name == MICRO_BATCHES:
         return record.arrays(training.training, train__micro_batch=1)
@@ -110,7 +111,7 @@ def values_of(name: str) -> record.Made:
         return record.arrays(*parts)
 
 
-def used(made: record.Made) -> dict[str, float]:
+def used(made: Values) -> dict[str, float]:
     """By the kind of its place, the largest share of a tolerance that a value uses."""
     shares: dict[str, float] = {}
     for value in KEPT.values:

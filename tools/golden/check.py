@@ -65,9 +65,9 @@ def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | N
         wrong = is_off(yours, want, value.atol, value.rtol)
         found = measured(value, want, yours, wrong) if wrong.any() else None
     if value.dtype == "fp32" and is_bf16(yours) and not is_bf16(want):
-        words = [*([found.words] if found else []), "all its numbers are bf16"]
-        found = found or Difference(value, "", rms=relative_rms(want, yours))
-        return found._replace(words=", ".join(words), cause="it is rounded to bf16; it is fp32")
+        found = found or Difference(value, "within tolerance", rms=relative_rms(want, yours))
+        words = f"{found.words}, but all its numbers are bf16"
+        return found._replace(words=words, cause="it is rounded to bf16; it is fp32")
     if not found and value.dtype == "bf16" and not is_bf16(yours):
         return Difference(value, "it holds numbers that are not bf16; computed in fp32?")
     return found
@@ -106,8 +106,8 @@ def measured(value: Value, want: np.ndarray, yours: np.ndarray, wrong: np.ndarra
 
 def relative_rms(want: np.ndarray, yours: np.ndarray) -> float:
     """The difference's root mean square, as a share of the golden value's."""
-    want, yours = want.astype(np.float64), yours.astype(np.float64)
-    return float(np.sqrt(np.square(yours - want).mean() / np.square(want).mean()))
+    off = np.subtract(yours, want, dtype=np.float64)
+    return float(np.sqrt(np.square(off).mean() / np.square(want, dtype=np.float64).mean()))
 
 
 def own_losses(golden: Golden, dump: Values) -> Difference | None:
@@ -125,14 +125,11 @@ def own_losses(golden: Golden, dump: Values) -> Difference | None:
     return compare(replace(value, rtol=OWN_LOSSES, meaning=meaning, why="a mean in fp32"), own, losses)
 
 
-def report(golden: Golden, dump: Values) -> tuple[int, int, int]:
-    """Print how a dump compares. Returns how many values differ, are missing and are unknown."""
-
+def report(golden: Golden, dump: Values, demands_all: bool) -> int:
+    """Print how a dump compares; returns the exit code. demands_all: names that are missing or unknown count, too."""
     common = [value for value in golden.values if value.name in dump]
     found = [compare(value, golden.arrays[value.name], dump[value.name]) for value in common]
-    differences = [difference for difference in found if difference]
-    if not differences and (own := own_losses(golden, dump)):
-        differences = [own]
+    differences = [*filter(None, found)] or [*filter(None, [own_losses(golden, dump)])]
     missing = [value.name for value in golden.values if value.name not in dump and not value.given]
     unknown = [cli.printable(name)[:100] for name in sorted(dump.keys() - golden.arrays.keys())]
 
@@ -142,7 +139,7 @@ def report(golden: Golden, dump: Values) -> tuple[int, int, int]:
     for title, names in (("missing", missing), ("unknown", unknown)):
         if names:
             print(f"\n{title}: {', '.join(names[:NAMES_SHOWN])}{', ...' if len(names) > NAMES_SHOWN else ''}")
-    return len(differences), len(missing), len(unknown)
+    return int(bool(differences or (demands_all and missing + unknown)))
 
 
 def explain(golden: Golden, differences: list[Difference]) -> None:
@@ -152,17 +149,17 @@ def explain(golden: Golden, differences: list[Difference]) -> None:
     for found in differences:
         print(f"  {found.value.name:{width}}  {found.words}")
 
-    value, _, worst, *_ = differences[0]
+    first = differences[0]
+    value = first.value
     print(f"\nfirst difference: {value.name}, {value.shape} {value.dtype}")
     print(f"  {value.meaning}")
     print(f"  tolerance: {value.atol:.3g} + {value.rtol:.3g} * |golden| ({value.why})")
-    if worst:
-        print(f"  {worst}")
+    if first.worst:
+        print(f"  {first.worst}")
     if value.shape == [len(golden.parameters)]:
         print("  one norm per parameter, in the order of `parameters` in the index")
 
-    alike, others = causes(differences[0])
-    for title, listed in (("mistakes with a difference of this size", alike), ("known mistakes", others)):
+    for title, listed in zip(("mistakes with a difference of this size", "known mistakes"), causes(first)):
         if listed:
             print(f"  {title}:", *listed, sep="\n    - ")
 
@@ -173,8 +170,8 @@ def causes(found: Difference) -> tuple[list[str], list[str]]:
     if found.cause and not found.rms > 0:  # there are no numbers to look at
         return [], [found.cause]
     known = read_json(FOLDER / MISTAKES, "table of mistakes").get(found.value.name, {}) if found.rms else {}
-    off = {cause: abs(rms / found.rms - 1) for cause, rms in known.items()}
-    alike = sorted((cause for cause in off if off[cause] < ALIKE), key=off.__getitem__)
+    nearest = sorted((abs(rms / found.rms - 1), cause) for cause, rms in known.items())
+    alike = [cause for off, cause in nearest if off < ALIKE]
     if found.cause:
         alike.append(found.cause)
     elif found.value.dtype == "fp32" and BF16_RMS[0] < found.rms < BF16_RMS[1]:
@@ -192,8 +189,7 @@ def run(argv: list[str]) -> int:
     dump = read_tensors(args.dump)
     if not dump.keys() & golden.arrays.keys():
         raise Refusal(f"{args.dump}: none of its {len(dump)} names is known; {FOLDER / INDEX} lists all names")
-    differ, *others = report(golden, dump)
-    return int(differ > 0 or (args.all and any(others)))
+    return report(golden, dump, args.all)
 
 
 def main(argv: list[str]) -> int:

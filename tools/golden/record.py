@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.numpy import save
-from torch.distributed.device_mesh import init_device_mesh
 
 from flux_ref import cli, config_file, ranks
 from flux_ref.cli import Options
@@ -28,7 +27,7 @@ from flux_ref.ranks import World
 from tools.golden import files
 from tools.golden.check import is_off, report
 from tools.golden.draws import draws, full_draws, full_net
-from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden, Value, checksum
+from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden, Value, Values, checksum
 from tools.golden.precision import bf16, delayed_scales, fp8_edges, fp8_linear, operations
 from tools.golden.training import (
     CPU,
@@ -44,7 +43,6 @@ from tools.golden.training import (
     validation,
 )
 
-Made = dict[str, np.ndarray]
 Part = Callable[[Replay], Recorded]
 PARTS: tuple[Part, ...] = (  # all values, in order of computation
     draws,
@@ -77,24 +75,21 @@ def record(*parts: Part, **keys: Any) -> dict[str, tuple[str, np.ndarray]]:
         run = Replay(cfg, world, Golden(FOLDER).given()).replaced(**data_set, **keys)
         for part in parts or PARTS:
             values |= part(run)
-    return plainly(values)
+    return {name: plainly(value) for name, value in values.items()}
 
 
-def arrays(*parts: Part, **keys: Any) -> Made:
+def arrays(*parts: Part, **keys: Any) -> Values:
     """The arrays of `record`."""
     return {name: array for name, (_, array) in record(*parts, **keys).items()}
 
 
-def plainly(values: Recorded) -> dict[str, tuple[str, np.ndarray]]:
-    """dtype and array of each value. The array of a value in bf16 is fp32, which is exact."""
-    found = {}
-    for name, value in values.items():
-        tensor = torch.as_tensor(value).detach()
-        dtype = DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-        if tensor.dtype == torch.bfloat16:
-            tensor = tensor.float()
-        found[name] = dtype, np.array(tensor.numpy(), order="C")  # safetensors writes the memory as it lies
-    return found
+def plainly(value: Any) -> tuple[str, np.ndarray]:
+    """dtype and array of a value. The array of a value in bf16 is fp32, which is exact."""
+    tensor = torch.as_tensor(value).detach()
+    dtype = DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    if dtype == "bf16":
+        tensor = tensor.float()
+    return dtype, np.array(tensor.numpy(), order="C")  # safetensors writes the memory as it lies
 
 
 @contextmanager
@@ -104,7 +99,7 @@ def one_process() -> Iterator[World]:
     if alone:
         dist.init_process_group(ranks.BACKENDS["cpu"], store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield World(0, 1, CPU, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)))
+        yield World(0, 1, CPU, ranks.make_mesh("cpu", size=1, replicate=1))
     finally:
         if alone:
             ranks.stop()
@@ -122,9 +117,9 @@ def write(folder: Path) -> None:
         if (old.shape, old.dtype) == (array.shape, array.dtype):
             array = array if is_off(array, old, *place.tolerances(array, rate)).any() else old
         arrays[name] = array
+        given = name in golden.given()
         about = place.meaning, *place.tolerances(array, rate), place.why, files.inputs_of(name)
-        value = Value(name, list(array.shape), dtype, name in golden.given(), *about)
-        entries.append(json.dumps(asdict(value)))
+        entries.append(json.dumps(asdict(Value(name, list(array.shape), dtype, given, *about))))
 
     with whole(folder / VALUES) as partial:
         partial.write_bytes(save(arrays))
@@ -141,7 +136,7 @@ def main(argv: list[str]) -> int:
     if parser.parse_args(argv).write:
         write(FOLDER)
         return 0
-    return int(any(report(Golden(FOLDER), arrays())))
+    return report(Golden(FOLDER), arrays(), demands_all=True)
 
 
 if __name__ == "__main__":

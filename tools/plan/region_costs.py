@@ -21,18 +21,20 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from flux_ref import flow, ranks, sharding
+from flux_ref import flow, ranks
 from flux_ref.config import Config
 from flux_ref.dataloader import Batch, allocate
 from flux_ref.model import Flux
 from flux_ref.precision import fp8, linear, policy
-from flux_ref.precision.fp8 import Codes, DelayedScaling, Scales
+from flux_ref.precision.fp8 import Codes, DelayedScaling
 from flux_ref.precision.linear import PolicyLinear
 from flux_ref.precision.recipe import DTYPES
+from flux_ref.sharding import Region, partitioning
 from tools import flops_and_bytes
 from tools.flops_and_bytes import ROOT, FsdpLayout
 
@@ -93,6 +95,7 @@ def trace(cfg: Config, arch: str, rows: int) -> Footprints:
     dtype = DTYPES[cfg.compute.dtype]
     text = model.text_tokens
     image = model.image_tokens
+    tokens = {"double": (image, text), "single": (text + image,)}  # of the streams
     footprints: Footprints = {}
     # The tensors claim to be on a CPU, which would decode FP8. The traced device has a kernel for it.
     with FakeTensorMode(), patch.object(fp8, "has_kernel", lambda device: True):
@@ -101,9 +104,8 @@ def trace(cfg: Config, arch: str, rows: int) -> Footprints:
             if kind == ROOT:  # it and the loss are never compiled
                 footprints[ROOT] = _footprint(Ends(net, dtype), (allocate(model, rows),), cfg, compiled=False)
             elif kind not in footprints:
-                streams = [(rows, n, model.hidden) for n in ([image, text] if "double" in kind else [text + image])]
-                sizes = [*streams, (rows, model.hidden)]  # vec, too
-                inputs = [torch.zeros(size, dtype=dtype, requires_grad=True) for size in sizes]
+                sizes = [*((n, model.hidden) for n in tokens[kind.split()[0]]), (model.hidden,)]  # streams and vec
+                inputs = [torch.zeros((rows, *size), dtype=dtype, requires_grad=True) for size in sizes]
                 footprints[kind] = _footprint(module, (*inputs, net.rope), cfg, cfg.compute.compile)
     return footprints
 
@@ -146,14 +148,13 @@ class Ends(nn.Module):
 def _footprint(module: nn.Module, inputs: tuple, cfg: Config, compiled: bool) -> Footprint:
     """Trace a module, and its backward by all its parameters and inputs."""
     parameters = dict(module.named_parameters())
-    linears = {name: one for name, one in module.named_modules() if isinstance(one, PolicyLinear)}
-    given = {name: _given(linear, cfg) for name, linear in linears.items()}
-    graphs: list[torch.fx.Graph] = []
+    linears = [one for one in module.modules() if isinstance(one, PolicyLinear)]
+    given = [_given(linear, cfg) for linear in linears]
+    graphs: list[Graph] = []
 
     def run(parameters, given, *inputs):
-        for name, values in given.items():
-            for attribute, value in values.items():
-                setattr(linears[name], attribute, value)
+        for one, values in zip(linears, given):
+            vars(one).update(values)
         return functional_call(module, parameters, inputs)
 
     def partition(joint, joint_inputs, **options):
@@ -168,7 +169,7 @@ def _footprint(module: nn.Module, inputs: tuple, cfg: Config, compiled: bool) ->
         return pair
 
     with (
-        torch._functorch.config.patch(sharding.partitioning(cfg)),
+        torch._functorch.config.patch(partitioning(cfg)),
         patch.object(torch.compiler, "_is_compiling_flag", compiled),
     ):  # which torch.compile sets, too
         traced = aot_function(
@@ -179,7 +180,7 @@ def _footprint(module: nn.Module, inputs: tuple, cfg: Config, compiled: bool) ->
         )
         outputs = _tensors(traced(parameters, given, *inputs))
     forward, backward = (_pass(graph, compiled) for graph in graphs)
-    if getattr(module, "activation_checkpointing", "none") == "none":
+    if not isinstance(module, Region) or module.activation_checkpointing == "none":
         return Footprint(forward, backward)
     again = Pass(*map(operator.add, forward, backward))  # forward runs again in backward, which the trace leaves out
     kept = sum(output.nbytes for output in outputs)
@@ -192,22 +193,21 @@ def _given(linear: PolicyLinear, cfg: Config) -> dict[str, Codes | DelayedScalin
     Nothing stands for what is not given: torch's partitioner takes tensors only.
     """
 
-    def scales() -> Scales:
-        return torch.ones(()), torch.ones(())
-
     given: dict[str, Codes | DelayedScaling] = {}
     if linear.layer in policy.layers_gathered_in_fp8(cfg):
-        given["gathered"] = Codes(torch.zeros(linear.weight.shape, dtype=linear.support.forward), scales())
+        codes = torch.zeros(linear.weight.shape, dtype=linear.support.forward)
+        given["gathered"] = Codes(codes, (torch.ones(()), torch.ones(())))
     if linear.layer in policy.layers_with_delayed_scales(cfg):
-        given |= {name: DelayedScaling(torch.zeros(()), scales()) for name in ("of_input", "of_grad")}
+        for name in ("of_input", "of_grad"):
+            given[name] = DelayedScaling(torch.zeros(()), (torch.ones(()), torch.ones(())))
     return given
 
 
-def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
+def _pass(graph: Graph, fused: bool) -> Pass:
     """How a traced graph uses memory. What was saved for backward is freed once it is used."""
     nodes = [node for node in graph.nodes if node.op != "output"]
     given = [node for node in nodes if node.op == "placeholder"]
-    outputs = [node for node in tree_leaves(graph.output_node().args) if isinstance(node, torch.fx.Node)]
+    outputs = [node for node in tree_leaves(graph.output_node().args) if isinstance(node, Node)]
     ends = {node for node in nodes if counted(node) or _adds_rows(node)}
     real = _real({*given, *outputs}, ends) if fused else {*nodes}
 
@@ -218,8 +218,8 @@ def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
     moved = 0
     kernels = 0
     products = []
-    sources: dict[torch.fx.Node, set[Extent]] = {}  # what a node is computed from, of real storages
-    depths: dict[torch.fx.Node, int] = {}  # the number of ends, one after another, that lead to a node
+    sources: dict[Node, set[Extent]] = {}  # what a node is computed from, of real storages
+    depths: dict[Node, int] = {}  # the number of ends, one after another, that lead to a node
     known: set[tuple[int, bool, Extent]] = set()  # what is read at a depth, by sums over rows or by others
     for moment, node in enumerate(nodes):
         own = _storages([node])
@@ -254,7 +254,7 @@ def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
     return Pass(saved, max(alive) - sum(inputs.values()), moved, tuple(products), kernels + len(products))
 
 
-def _real(borders: set[torch.fx.Node], ends: set[torch.fx.Node]) -> set[torch.fx.Node]:
+def _real(borders: set[Node], ends: set[Node]) -> set[Node]:
     """The tensors that a compiler stores: inputs and outputs (borders), what products read and write, sums over rows.
 
     It fuses what lies between two ends, products or sums over rows. There each tensor is read once, and once more by
@@ -267,12 +267,12 @@ def _real(borders: set[torch.fx.Node], ends: set[torch.fx.Node]) -> set[torch.fx
     return real
 
 
-def counted(node: torch.fx.Node) -> Callable | None:
+def counted(node: Node) -> Callable | None:
     """What counts the arithmetic of an operation; None if it is neither a matrix product nor attention."""
     return FORMULAS.get(getattr(node.target, "overloadpacket", None))
 
 
-def _product(node: torch.fx.Node, formula: Callable) -> Product:
+def _product(node: Node, formula: Callable) -> Product:
     """Operations and bytes of a product; attention's backward computes its scores again."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda other: other.meta["val"])
     given = _tensors((args, kwargs))
@@ -286,7 +286,7 @@ def _tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _adds_rows(node: torch.fx.Node) -> bool:
+def _adds_rows(node: Node) -> bool:
     """Whether a node reduces other dimensions than the last: its readers wait until the reduction is done."""
     made = node.meta.get("val")
     if not isinstance(made, Tensor) or getattr(node.target, "is_view", True):
@@ -296,7 +296,7 @@ def _adds_rows(node: torch.fx.Node) -> bool:
     return any(made.numel() == 1 or made.shape not in (shape[:-1], (*shape[:-1], 1)) for shape in larger)
 
 
-def _extents(node: torch.fx.Node) -> set[Extent]:
+def _extents(node: Node) -> set[Extent]:
     """Those of the values of a node."""
     return {
         Extent(tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.nbytes)
@@ -304,7 +304,7 @@ def _extents(node: torch.fx.Node) -> set[Extent]:
     }
 
 
-def _storages(nodes: Iterable[torch.fx.Node]) -> dict[int, int]:
+def _storages(nodes: Iterable[Node]) -> dict[int, int]:
     """{identity: bytes} of the storages behind the values of nodes."""
     storages = [tensor.untyped_storage() for tensor in _tensors([node.meta.get("val") for node in nodes])]
     return {storage._cdata: storage.nbytes() for storage in storages}

@@ -15,7 +15,7 @@ from typing import get_type_hints
 from flux_ref import files
 from flux_ref.cli import Refusal
 from flux_ref.config import Config
-from tools.flops_and_bytes import FsdpLayout, Unit
+from tools.flops_and_bytes import FsdpLayout
 from tools.plan.memory import checkpoint_bytes
 from tools.plan.region_costs import Footprint, Footprints, Pass
 
@@ -153,26 +153,17 @@ def times(cfg: Config, layout: FsdpLayout, footprints: Footprints, machine: Mach
     micro-batch also sums each unit over the replicas, one after another.
     """
     units = layout.units
-    first = units[0]
-    root = units[-1]
     reduced = layout.reduced
-
-    def gather(*units: Unit) -> float:
-        return sum(machine.ring(unit.gathered, layout.shards) for unit in units)
-
-    def scatter(*units: Unit) -> float:
-        return sum(machine.ring(reduced * unit.padded, layout.shards) for unit in units)
-
-    def sum_replicas(*units: Unit) -> float:
-        sizes = (reduced * layout.sharded(unit) for unit in units)
-        return 2 * sum(machine.ring(size, layout.replicas, layout.shards, tree=True) for size in sizes)
-
-    again = units[: layout.freed]  # gathered a second time, for backward, and so on
-    evaluated = sum(machine.seconds(footprints[unit.kind].forward) for unit in units)
+    gathers = [machine.ring(unit.gathered, layout.shards) for unit in units]
+    again = gathers[: layout.freed]  # a second time, for backward, and so on
+    scatters = [machine.ring(reduced * unit.padded, layout.shards) for unit in units]
+    replicas = (layout.replicas, layout.shards, True)
+    sums = [2 * machine.ring(reduced * layout.sharded(unit), *replicas) for unit in units]
     # FSDP2 copies gathered weights to where layers find them, and gradients to where they are reduced.
-    first_forward = evaluated + sum(machine.moving(2 * unit.gathered) for unit in units)
-    later_forward = evaluated + sum(machine.moving(2 * unit.gathered) for unit in again)
-
+    copies = [machine.moving(2 * unit.gathered) for unit in units]
+    evaluated = sum(machine.seconds(footprints[unit.kind].forward) for unit in units)
+    first_forward = evaluated + sum(copies)
+    later_forward = evaluated + sum(copies[: layout.freed])
     backwards = []
     for i, unit in enumerate(units):
         copied = (layout.item + reduced) * unit.padded + 2 * unit.gathered * (i < layout.freed)
@@ -181,23 +172,24 @@ def times(cfg: Config, layout: FsdpLayout, footprints: Footprints, machine: Mach
 
     optimizer = update(cfg, layout, machine)
     later = layout.micros - 1  # micro-batches
-    forwards = max(gather(root, first) + first_forward, gather(*units))
-    forwards += later * max(gather(*again[:1]) + later_forward, gather(*again))
-    one_backward = max(backward + scatter(first, root), gather(*again) + scatter(*units))
+    forwards = max(gathers[-1] + gathers[0] + first_forward, sum(gathers))
+    forwards += later * max(sum(again[:1]) + later_forward, sum(again))
+    reduced_last = backward + scatters[0] + scatters[-1]
+    one_backward = max(reduced_last, sum(again) + sum(scatters))
     summed = 0.0
     done = backwards[-1]
-    for unit, seconds in zip(units[-2::-1], backwards[-2::-1]):
-        done += seconds
-        summed = max(summed, done + scatter(unit)) + sum_replicas(unit)
-    last_backward = max(one_backward, summed + sum_replicas(root), backward + scatter(first, root) + sum_replicas(root))
+    for i in reversed(range(len(units) - 1)):
+        done += backwards[i]
+        summed = max(summed, done + scatters[i]) + sums[i]
+    last_backward = max(one_backward, summed + sums[-1], reduced_last + sums[-1])
     return Times(
         step=forwards + later * one_backward + last_backward + optimizer,
         compute=first_forward + later * later_forward + layout.micros * backward + optimizer,
         optimizer=optimizer,
-        all_gather=gather(*units, *again) + later * 2 * gather(*again),
-        reduce_scatter=layout.micros * scatter(*units),
-        all_reduce=sum_replicas(*units),
-        validation=max(evaluated * cfg.eval.batch / layout.rows, gather(*again)),
+        all_gather=sum(gathers) + (2 * later + 1) * sum(again),
+        reduce_scatter=layout.micros * sum(scatters),
+        all_reduce=sum(sums),
+        validation=max(evaluated * cfg.eval.batch / layout.rows, sum(again)),
     )
 
 
@@ -205,9 +197,9 @@ def parts(cfg: Config, layout: FsdpLayout, footprints: Footprints, machine: Mach
     """Seconds of a step by what is done in them. Links work while the card computes."""
     idle = {kind: Footprint(*(work._replace(moved=0.0) for work in both)) for kind, both in footprints.items()}
     without = Footprint(*2 * [Pass(0.0, 0.0, 0.0, ())])
-    whole, products, copies = (
-        times(cfg, layout, each, machine) for each in (footprints, idle, dict.fromkeys(footprints, without))
-    )
+    whole = times(cfg, layout, footprints, machine)
+    products = times(cfg, layout, idle, machine)
+    copies = times(cfg, layout, dict.fromkeys(footprints, without), machine)
     return {
         "products": products.compute - copies.compute,
         "elementwise": whole.compute - products.compute,
