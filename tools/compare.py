@@ -20,6 +20,7 @@ from flux_ref.files import records
 from tools.json_option import table
 
 HEAD = ("samples", "A", "B", "B - A", "+-", "p")
+Curve = dict[int, float]  # validation loss by samples
 FORMATS = (".5f", ".5f", "+.5f", ".2g", ".2g")  # of what `paired` gives
 
 
@@ -35,17 +36,16 @@ def paired(a: list[float], b: list[float]) -> tuple[float, ...]:
     return fmean(a), fmean(b), each.mean(), stats.sem(each), stats.ttest_rel(a, b).pvalue
 
 
-def curve(run: Path) -> dict[int, float]:
-    """Validation loss by samples. Raises: Refusal."""
-    return {record["samples"]: record["val_loss"] for record in records(run / "eval.jsonl", "val_loss")}
-
-
-def by_seed(runs: list[Path]) -> dict[int, Path]:
-    """Each run by its train.seed. Raises: Refusal if two have the same."""
-    found = {config_file.load(run / "config.toml").train.seed: run for run in runs}
-    if len(found) < len(runs):
+def by_seed(runs: list[Path]) -> tuple[dict[int, Curve], dict[str, object]]:
+    """(the curve of each run by its train.seed, the keys of a run). Raises: Refusal if two have the same seed."""
+    curves = {}
+    for run in runs:
+        keys = config.flat(config_file.load(run / "config.toml"))
+        found = records(run / "eval.jsonl", "val_loss")
+        curves[keys["train.seed"]] = {record["samples"]: record["val_loss"] for record in found}
+    if len(curves) < len(runs):
         raise Refusal("two runs have one train.seed; give a run of each seed")
-    return found
+    return curves, keys
 
 
 def main(argv: list[str]) -> int:
@@ -54,25 +54,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--a", nargs="+", type=Path, required=True, metavar="RUN")
     parser.add_argument("--b", nargs="+", type=Path, required=True, metavar="RUN")
     args = parser.parse_args(argv)
-    a = by_seed(args.a)
-    b = by_seed(args.b)
+    a, of_a = by_seed(args.a)
+    b, of_b = by_seed(args.b)
     if a.keys() != b.keys() or len(a) < 2:
         raise Refusal("--a and --b: give each a run of each seed (train.seed), at least two")
 
-    of_a, of_b = (config.flat(config_file.load(runs[0] / "config.toml")) for runs in (args.a, args.b))
     for key in of_a:
         if of_a[key] != of_b[key] and key not in ("run.dir", "train.seed"):
             print(f"{key} is {of_a[key]!r} in A, {of_b[key]!r} in B")
 
-    curves_a = [curve(a[seed]) for seed in a]
-    curves_b = [curve(b[seed]) for seed in a]
-    common = set.intersection(*map(set, curves_a + curves_b))
+    common = set.intersection(*map(set, (*a.values(), *b.values())))
     if not common:
         raise Refusal("the runs share no evaluation; train all with the same eval.every_samples")
 
     rows = []
     for at in sorted(common):
-        figures = paired([losses[at] for losses in curves_a], [losses[at] for losses in curves_b])
+        figures = paired([a[seed][at] for seed in a], [b[seed][at] for seed in a])
         rows.append((f"{at:,}", *map(format, figures, FORMATS)))
     print("\n".join(table(HEAD, rows)))
     return 0

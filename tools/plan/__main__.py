@@ -20,7 +20,6 @@ from flux_ref import cli, config_file, dataset, files
 from flux_ref.cli import Options, Refusal, between
 from flux_ref.config import EvalConfig
 from flux_ref.mlperf_closed import TRAIN_SAMPLES
-from flux_ref.precision import policy
 from tools import flops_and_bytes
 from tools.json_option import table
 from tools.plan import plan, step_time
@@ -51,13 +50,13 @@ def main(argv: list[str]) -> int:
     cfg = config_file.load(args.config, overrides)
     precision = PLANNED.get(cfg.precision.preset)
     if not precision or cfg.precision.rules or cfg.precision.switch:
-        known = ", ".join(PLANNED)
-        raise Refusal(f"a plan knows the rates of {known}; set precision.preset so, without precision.rules and switch")
+        keys = "set precision.preset so, without precision.rules and switch"
+        raise Refusal(f"a plan knows the rates of {', '.join(PLANNED)}; {keys}")
 
     rates = step_time.measured(args.measured, args.gpus) if args.measured else step_time.load(args.gpu, precision)
     machine = Machine(*rates, args.gpus)
     one = plan.make(cfg, machine)
-    label = cfg.precision.preset if policy.narrowest_format(cfg) else cfg.compute.dtype
+    label = cfg.precision.preset if precision == "fp8" else cfg.compute.dtype
     fits = one.total <= one.card
     disk = dataset.sample_layout(cfg.model).stride * ((cfg.data.train_samples or TRAIN_SAMPLES) + one.val_samples)
     checkpoint = checkpoint_bytes(cfg) * one.layout.parameters
@@ -79,19 +78,17 @@ def main(argv: list[str]) -> int:
 
 def memory(one: Plan) -> list[str]:
     """What a rank holds, by part."""
-    parts = [f"  {part:<20}{size / GB:8.2f} GB" for part, size in one.instant.parts.items()]
+    parts = one.instant.parts | {"graphs": one.graphs}
     return [
         f"memory of a rank, at its fullest instant: {one.instant.name}",
-        *parts,
-        f"  {'graphs':<20}{one.graphs / GB:8.2f} GB",
+        *(f"  {part:<20}{size / GB:8.2f} GB" for part, size in parts.items()),
         f"  on the card         {one.total / GB:8.2f} GB  of {one.card / GB:g} GB, with margin and context",
     ]
 
 
 def beside(one: Plan, report: dict) -> list[str]:
     """The parts of a plan and of a report of bench.step in turn. Raises: Refusal."""
-    parts = step_time.parts(one.cfg, one.layout, one.footprints, one.machine)
-    planned = {"step": one.times.step, **parts}
+    planned = {"step": one.times.step, **step_time.parts(one.cfg, one.layout, one.footprints, one.machine)}
     try:
         measured = {"step": report["step_ms"]["median"], **report["parts_ms"]}
         return [
@@ -121,9 +118,8 @@ def time(one: Plan, price: float) -> list[str]:
     mfu = flops_and_bytes.per_sample(one.cfg.model) * rate / machine.gpus / (machine.gpu.bf16_tflops * 1e12)
     whole = one.train / 3600
     hours = machine.gpus * whole
-    goal = f"to {EvalConfig.target} like the reference"
-    if not one.reaches_target:
-        goal = "to train.max_samples, as no reference point fits"
+    reached = f"to {EvalConfig.target} like the reference"
+    goal = reached if one.reaches_target else "to train.max_samples, as no reference point fits"
     cost = f", cost {price * hours:,.0f}" if price else ""
     return [
         f"step {times.step:.3g} s ({times.step / off:.3g} to {times.step * off:.3g}): {times.compute:.3g} compute, "

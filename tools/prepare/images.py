@@ -30,8 +30,9 @@ from tqdm import tqdm
 from flux_ref import dataset, files, ranks
 from flux_ref.cli import Refusal, between, one_line, progress
 from flux_ref.config import ModelConfig, ParallelConfig
+from flux_ref.dataset import Meta, SampleLayout, ShardSet, key_of, shard_path
 from flux_ref.pictures import captioned
-from flux_ref.pictures.captioned import Part, Picture, Rejected
+from flux_ref.pictures.captioned import Part, Rejected
 from flux_ref.pictures.encoders import Encoders
 from flux_ref.precision.recipe import DTYPES
 from flux_ref.schedule import TIMESTEPS
@@ -39,7 +40,6 @@ from tools.prepare import common
 
 THREADS = 8  # of a rank, that decode pictures
 PER_PART = 1000  # files of a folder that become one shard
-Loaded = tuple[Tensor, str] | str  # pixels and caption, or why the picture is rejected
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Maker:
                 for i, name in enumerate(names):
                     split = _split(name, self.args.val_share)
                     if split not in written:
-                        path = dataset.shard_path(_made(self.folder, split), number)
+                        path = shard_path(_made(self.folder, split), number)
                         written[split] = stack.enter_context(dataset.new_shard(path))
                     own = {kind: bits[i] for kind, bits in members.items()}
-                    key = dataset.key_of(f"{split}_{number:06d}", count)
-                    dataset.add(written[split], dataset.Meta(key, caption=captions[i]), own)
+                    key = key_of(f"{split}_{number:06d}", count)
+                    dataset.add(written[split], Meta(key, caption=captions[i]), own)
                     count += 1
         files.write_whole(_done(self.folder, number), "".join(rejected))
 
@@ -80,19 +80,14 @@ class Maker:
         rejected: gets a row for each picture that cannot be used.
         """
         found = part()
+        size = 8 * self.model.latent_height, 8 * self.model.latent_width
         while block := list(islice(found, 4 * max(self.args.batch, THREADS))):
-            for picture, loaded in zip(block, self.pool.map(self._load, block)):
+            for picture, loading in [(picture, self.pool.submit(picture.load, *size)) for picture in block]:
                 self.bar.update()
-                if isinstance(loaded, str):
-                    rejected.append(f"{one_line(picture.name)}\t{loaded}\n")
-                else:
-                    yield picture.name, *loaded
-
-    def _load(self, picture: Picture) -> Loaded:
-        try:
-            return picture.load(8 * self.model.latent_height, 8 * self.model.latent_width)
-        except Rejected as error:
-            return str(error)
+                try:
+                    yield picture.name, *loading.result()
+                except Rejected as error:
+                    rejected.append(f"{one_line(picture.name)}\t{error}\n")
 
 
 def _split(name: str, val_share: float) -> str:
@@ -130,18 +125,20 @@ def _require_enough(args: argparse.Namespace, parts: list[Part]) -> None:
     raise Refusal(f"--input {args.input} gives {found}, want {want}{rejected}; add pictures or change --val-share")
 
 
-def _finish(folder: Path, layout: dataset.SampleLayout) -> str:
+def _finish(folder: Path, layout: SampleLayout) -> str:
     """Number the shards and join the lists of all parts. Returns what there is, in words. Raises: Refusal."""
     root = folder / "set"
     rows = "".join(path.read_text(encoding="utf-8") for path in files.matching(folder, "rejected_*.tsv"))
     files.write_whole(root / "rejected.tsv", f"picture\treason\n{rows}")
     train = _stored(folder, "train", layout)
     for number, path in enumerate(train.paths):
-        path.rename(dataset.shard_path(path.parent, number))  # a part without a sample leaves no gap
+        path.rename(shard_path(path.parent, number))  # a part without a sample leaves no gap
     val = _stored(folder, "val", layout)
     files.remove(root / "val")
     if len(val):
-        dataset.write(dataset.shard_path(root / "val", 0), _in_turns(val))
+        val.open()
+        timed = ((Meta(key_of("val", i), i % TIMESTEPS, meta.caption), arrays) for i, (meta, arrays) in enumerate(val))
+        dataset.write(shard_path(root / "val", 0), timed)
     rejected = len(rows.splitlines())
     said = f"{len(train):,} training and {len(val):,} validation samples; {rejected:,} rejected, see rejected.tsv"
     if 0 < len(val) < TIMESTEPS:
@@ -149,16 +146,9 @@ def _finish(folder: Path, layout: dataset.SampleLayout) -> str:
     return said
 
 
-def _stored(folder: Path, split: str, layout: dataset.SampleLayout) -> dataset.ShardSet:
+def _stored(folder: Path, split: str, layout: SampleLayout) -> ShardSet:
     place = _made(folder, split)
-    return dataset.ShardSet(place if any(place.iterdir()) else "", layout)
-
-
-def _in_turns(val: dataset.ShardSet) -> Iterator[tuple[dataset.Meta, dataset.Arrays]]:
-    """The samples of validation, each with its timestep."""
-    val.open()
-    for index, (meta, arrays) in enumerate(val):
-        yield dataset.Meta(dataset.key_of("val", index), index % TIMESTEPS, meta.caption), arrays
+    return ShardSet(place if any(place.iterdir()) else "", layout)
 
 
 def _made_from(args: argparse.Namespace, model: ModelConfig, listed: list[str]) -> dict:
@@ -207,7 +197,9 @@ def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal."""
     model = common.config(args.config).model
     world = ranks.start(ParallelConfig(replicate=1))
-    with ExitStack() as stack, ThreadPoolExecutor(THREADS) as pool:
+    with ExitStack() as stack:
+        pool = ThreadPoolExecutor(THREADS)
+        stack.callback(pool.shutdown, cancel_futures=True)  # at Ctrl-C nobody waits for pictures
         if world.size == 1:  # with more, torchrun ends the others after an error
             stack.callback(ranks.stop)
         with ranks.agreed():

@@ -35,12 +35,15 @@ PLAUSIBLE = {
 }
 
 
+Seen = list[tuple[Meta, str]]  # samples and their places
+
+
 @dataclass
 class Report:
     """What shards hold. seen: each sample that was read, and its place. problems: lines."""
 
     samples: int = 0
-    seen: list[tuple[Meta, str]] = field(default_factory=list)
+    seen: Seen = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -78,20 +81,16 @@ def implausible(name: str, bits: np.ndarray) -> str:
     return "" if values.any() else f"{name} is all zeros"
 
 
-def find_shards(folder: Path) -> tuple[list[Path], list[str]]:
-    """The shards of a folder, and what is wrong: their numbers must run from 0."""
-    try:
-        paths = dataset.paths_of(folder)
-    except Refusal as error:
-        return [], [str(error)]
+def missing_shards(paths: list[Path]) -> Iterator[str]:
+    """A problem if the numbers of shards do not run from 0."""
     for number, path in enumerate(paths):
         found = re.search(r"([0-9]+)\.tar$", path.name)
         if found and int(found[1]) != number:
-            return paths, [f"{folder}: shard {number} is missing, {path.name} comes in its place"]
-    return paths, []
+            yield f"{path.parent}: shard {number} is missing, {path.name} comes in its place"
+            return
 
 
-def same_keys(seen: list[tuple[Meta, str]]) -> Iterator[str]:
+def same_keys(seen: Seen) -> Iterator[str]:
     """A problem for each sample whose key an earlier one has."""
     places: dict[str, str] = {}
     for meta, where in seen:
@@ -100,7 +99,7 @@ def same_keys(seen: list[tuple[Meta, str]]) -> Iterator[str]:
             yield f"{where}: its key {meta.key} is that of {other}, too"
 
 
-def unequal_turns(folder: Path, seen: list[tuple[Meta, str]]) -> Iterator[str]:
+def unequal_turns(folder: Path, seen: Seen) -> Iterator[str]:
     """A problem if validation lacks a timestep, or has not each equally often, give or take one."""
     found = [meta.timestep for meta, _ in seen]
     turns = [found.count(k) for k in range(TIMESTEPS)]
@@ -124,15 +123,17 @@ def run(args: argparse.Namespace) -> int:
     layout = dataset.sample_layout(cfg.model)
     wanted = {"train": cfg.data.train_samples, "val": cfg.data.val_samples}
     folders = {name: args.dir / name for name in wanted if (args.dir / name).is_dir()}
-    if not folders:
-        split = "val" if args.dir.resolve().name == "val" else "train"
-        folders = {split: args.dir}
+    alone = "val" if args.dir.resolve().name == "val" else "train"
     task = functools.partial(look, fast=args.fast, layout=layout)
     problems = []
     lines = []
-    for split, folder in folders.items():
-        paths, wrong = find_shards(folder)
-        problems += wrong
+    for split, folder in (folders or {alone: args.dir}).items():
+        paths = []
+        try:
+            paths = dataset.paths_of(folder)
+        except Refusal as error:
+            problems.append(str(error))
+        problems += missing_shards(paths)
         size = sum(path.stat().st_size for path in paths)
         with progress(total=size, desc=split, unit="B", unit_scale=True, leave=False, disable=args.fast) as bar:
             reports = common.each(task, paths, THREADS, bar)
