@@ -53,8 +53,8 @@ def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: to
     """
     metadata = {"format": "pt"}
     if source.info:
-        trained = {key: str(source.info[key]) for key in ("name", "step", "samples", EMA) if key in source.info}
-        metadata |= {"trained_by": TRAINER, **trained}
+        metadata["trained_by"] = TRAINER
+        metadata |= {key: str(source.info[key]) for key in ("name", "step", "samples", EMA) if key in source.info}
     parts = weights.whole_parts(parameter_table(model))
     out.parent.mkdir(parents=True, exist_ok=True)
     with files.whole(out, is_new=True) as partial:

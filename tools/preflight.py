@@ -12,14 +12,14 @@ Exit codes of a rank: 0 all nodes are fit, 3 some are not, 2 refused. torchrun r
 """
 
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
+from statistics import median_high
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from flux_ref import ranks
 from flux_ref.cli import Fault, Options, Refusal, between, exit_now, run
 from flux_ref.config import ParallelConfig
-from flux_ref.precision import fp8
+from flux_ref.precision.fp8 import architecture, has_kernel, scaled_mm, support
 from flux_ref.watchdog import Watchdog
 from tools import json_option
 
@@ -39,11 +39,11 @@ def seconds(work: Callable[[], object], device: torch.device, times: int = 0) ->
     """The mean time of a piece of work that is done so many times, by default for LONG_S. sync."""
 
     def spent(count: int) -> float:
-        begin = time.perf_counter()
+        begin = perf_counter()
         for _ in range(count):
             work()
         torch.get_device_module(device).synchronize(device)
-        return time.perf_counter() - begin
+        return perf_counter() - begin
 
     spent(1)  # loads the kernel
     times = times or max(1, round(LONG_S / spent(1)))
@@ -59,11 +59,11 @@ def multiply(device: torch.device, _: dist.ProcessGroup, in_fp8: bool = False) -
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     x, weight = (torch.randn(rows, K, device=device, dtype=dtype) for rows in (M, N))
     if in_fp8:
-        x, weight = (side.to(fp8.support(fp8.architecture(device)).forward) for side in (x, weight))
+        x, weight = (side.to(support(architecture(device)).forward) for side in (x, weight))
     one = torch.ones((), device=device)
 
     def product() -> torch.Tensor:
-        return fp8.scaled_mm(x, weight.t(), one, one, fast=True) if in_fp8 else x @ weight.t()
+        return scaled_mm(x, weight.t(), one, one, fast=True) if in_fp8 else x @ weight.t()
 
     return 2 * M * K * N / seconds(product, device) / 1e12
 
@@ -127,7 +127,7 @@ def limited(measure: Callable[[], float], device: torch.device, wait_s: float) -
 def has_fp8(device: torch.device) -> bool:
     """Whether a device multiplies in FP8."""
     with suppress(Refusal):
-        return fp8.has_kernel(device) and bool(fp8.support(fp8.architecture(device)))
+        return has_kernel(device) and bool(support(architecture(device)))
     return False
 
 
@@ -140,7 +140,7 @@ def rates(world: ranks.World, medians: dict[str, float]) -> dict[str, object]:
     product, in_fp8, copied, inside, with_neighbour = (medians.get(what, 0.0) for what in KINDS)
     node = world.size // world.replicas
     return {
-        "arch": fp8.architecture(world.device),
+        "arch": architecture(world.device),
         "memory_gb": memory / 1e9,
         "memory_tb_s": copied,
         "bf16_tflops": product,
@@ -159,7 +159,7 @@ def judge(names: list[str], what: str, speeds: list[float], slow: float) -> tupl
     """
     _, unit, remedy = KINDS[what]
     measured = [speed for speed in speeds if speed >= 0]
-    median = statistics.median_high(measured)
+    median = median_high(measured)
     bad = {name: speed for name, speed in zip(names, speeds) if 0 <= speed <= slow * median}
     lines = [f"{what}: the median {median:.3g} {unit}, the lowest {min(measured):.3g}"]
     for name, speed in bad.items():
@@ -210,7 +210,7 @@ def check(argv: list[str]) -> int:
         lines += told
         bad |= unfit
     verdict = f"bad nodes: {','.join(sorted(bad))}" if bad else "all nodes are fit"
-    medians = {what: statistics.median_high(speed for speed in speeds if speed >= 0) for what, speeds in found.items()}
+    medians = {what: median_high(speed for speed in speeds if speed >= 0) for what, speeds in found.items()}
     if world.rank == 0:
         json_option.show("\n".join([*lines, f"preflight: {verdict}"]), rates(world, medians), args.json)
     return Fault.exit_code if bad else 0

@@ -57,8 +57,7 @@ def draws(run: Replay) -> Values:
 
     about = inputs_of("schedule.lr")
     optim = OptimConfig(lr=about["peak"], warmup_steps=about["warmup_steps"])
-    rates = [schedule.lr(number, optim) for number in about["steps"]]
-    values["schedule.lr"] = np.array(rates, np.float32)
+    values["schedule.lr"] = np.array([schedule.lr(number, optim) for number in about["steps"]], np.float32)
     return values
 
 
@@ -74,12 +73,11 @@ def full_net(_: Replay) -> Values:
     with torch.device("meta"):
         net = model.Flux(Config().model)
     table = net.make_rope()
-    tokens = inputs_of("full.rope")["tokens"]
     about = inputs_of("full.init.piece")
     name = about["name"]
     kind, width = model.init_spec(name, tuple(net.get_parameter(name).shape))
     return {
-        "full.rope": table[tokens].numpy(),
+        "full.rope": table[inputs_of("full.rope")["tokens"]].numpy(),
         "full.rope.sums": table.double().sum(0).float().numpy(),
         "full.init.piece": rng.init_values(FULL_SEED, name, kind, width, about["first"], about["count"]),
     }

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from flux_ref.cli import Refusal, printable
+from flux_ref.cli import Refusal, one_line, printable
 from flux_ref.files import read_json
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"
@@ -87,14 +87,12 @@ def read_tensors(path: Path) -> Values:
     try:
         entries = safetensors.deserialize(path.read_bytes())
     except safetensors.SafetensorError as error:
-        reason = printable(error)[:200]
-        raise Refusal(f"{path} is not a whole safetensors file: {reason}; write it again") from None
+        raise Refusal(f"{path} is not a whole safetensors file: {one_line(error, 200)}; write it again") from None
     arrays = {}
     for name, entry in entries:
         dtype = entry["dtype"]
         if dtype not in READ_AS:
-            known = ", ".join(READ_AS)
-            raise Refusal(f"{path}: {printable(name)[:100]} has dtype {dtype}; write one of {known}")
+            raise Refusal(f"{path}: {printable(name)[:100]} has dtype {dtype}; write one of {', '.join(READ_AS)}")
         array = np.frombuffer(entry["data"], READ_AS[dtype], math.prod(entry["shape"])).reshape(entry["shape"])
         if dtype == "BF16":
             array = (array.astype(np.uint32) << 16).view(np.float32)

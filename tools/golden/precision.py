@@ -11,7 +11,7 @@ from flux_ref.precision.casts import scale_of_magnitude
 from flux_ref.precision.fp8 import cast, magnitudes, scales_of
 from flux_ref.precision.linear import PolicyLinear
 from flux_ref.precision.recipe import LowPrecisionRecipe
-from tools.golden import files
+from tools.golden.files import inputs_of
 from tools.golden.training import Replay, Tensors, batches, named, passed, plain
 
 LAYER = "single_blocks.0.linear1"  # as a policy names a linear; any will do
@@ -26,7 +26,7 @@ MI300X = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 
 def bf16(run: Replay) -> Tensors:
     """The first batch in bf16."""
-    _, batch = next(batches(run.cfg, 0, 1, 0))
+    _, batch = next(batches(run.cfg))
     values = passed(plain(run.cfg.model, run.weights(), torch.bfloat16), batch, torch.bfloat16)
     return named("bf16", {name: value for name, value in values.items() if KEPT.fullmatch(name)})
 
@@ -36,7 +36,7 @@ def operations(run: Replay) -> Tensors:
     """Single operations in bf16, each by the function of the product, on given operands: bf16.fed.* to bf16.only.*"""
     fed = run.tensors("bf16.fed.")
     x = {name: tensor.bfloat16() for name, tensor in fed.items()}
-    about = files.inputs_of("bf16.only.rope")
+    about = inputs_of("bf16.only.rope")
     text = torch.zeros(about["text_tokens"], 3, dtype=torch.float64)
     height, width = about["grid"]
     positions = torch.cat((text, flow.image_positions(2 * height, 2 * width)))
@@ -49,10 +49,9 @@ def operations(run: Replay) -> Tensors:
     scaled.scale = nn.Parameter(fed["rms_norm.scale"])
 
     # The latent is zero, so the target is the noise.
-    target = fed["loss.target"]
     batch = {name: torch.zeros(1) for name in ("logvar", "latent_eps", "t5", "clip", "t")}
     batch["mean"] = torch.full((1,), flow.SHIFT)
-    batch["noise"] = flow.unpack(target, 4, 6)
+    batch["noise"] = flow.unpack(fed["loss.target"], 4, 6)
     results = {
         "linear": nn.functional.linear(x["linear.x"], x["linear.weight"]),
         "rms_norm": scaled.bfloat16()(x["rope.x"]),
@@ -97,7 +96,7 @@ def fp8_linear(run: Replay) -> Tensors:
 
 def delayed_scales(run: Replay) -> Tensors:
     """The scale that the next step takes after each of some magnitudes of an input. Collective."""
-    about = files.inputs_of("fp8.delayed.scale")
+    about = inputs_of("fp8.delayed.scale")
     keys = {"precision__preset": "fp8_delayed", "precision__history": about["history"], "precision__dynamic_steps": 0}
     keys |= {"model__hidden": 48, "model__rope_axes": [4, 6, 6]}  # FP8 takes multiples of 16
     recipe = LowPrecisionRecipe(run.replaced(compute__dtype="bf16", **keys).cfg)

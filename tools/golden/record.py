@@ -68,11 +68,11 @@ DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"} 
 
 def record(*parts: Part, **keys: Any) -> dict[str, tuple[str, np.ndarray]]:
     """dtype and array of the values of some parts; of all without any. keys: others of the config, as section__key."""
-    cfg = config_file.load(FOLDER / CONFIG)
     data_set = {f"data__{split}": f"{FOLDER / DATA}/{split}" for split in ("train", "val")}
+    cfg = config_file.replace(config_file.load(FOLDER / CONFIG), **data_set, **keys)
     values: Recorded = {}
     with one_process() as world:
-        run = Replay(cfg, world, Golden(FOLDER).given()).replaced(**data_set, **keys)
+        run = Replay(cfg, world, Golden(FOLDER).given())
         for part in parts or PARTS:
             values |= part(run)
     return {name: plainly(value) for name, value in values.items()}

@@ -12,19 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flux_ref import config_file, dataloader, dataset, evaluate, flow, model, optim, rng, schedule, sharding, trainer
+from flux_ref import config_file, dataloader, dataset, evaluate, flow, model, optim, rng, schedule, sharding
 from flux_ref.config import Config, ModelConfig, TrainConfig
 from flux_ref.dataloader import Batch
 from flux_ref.ranks import World
-from flux_ref.sharding import ShardedFlux
-from flux_ref.trainer import Health, TrainState
-from tools.golden import files
-from tools.golden.files import Values
+from flux_ref.sharding import ShardedFlux, named_parameters
+from flux_ref.trainer import Health, Trainer, TrainState, train_step
+from tools.golden.files import TABLES, Values, inputs_of
 
 # B batch  S tokens of a sequence, text first  H heads  K head dim  D hidden
 Tensors = dict[str, Tensor]
 Recorded = dict[str, Any]  # tensors, and arrays of numpy
-WHOLE = files.TABLES["parameters"]["whole"]  # the parameters whose gradients, moments and weights are recorded whole
+WHOLE = TABLES["parameters"]["whole"]  # the parameters whose gradients, moments and weights are recorded whole
 
 
 class Replay(NamedTuple):
@@ -51,7 +50,7 @@ class Replay(NamedTuple):
         net = sharding.build(self.cfg, self.world, None)
         weights = self.weights()
         with torch.no_grad():
-            for name, parameter in sharding.named_parameters(net).items():
+            for name, parameter in named_parameters(net).items():
                 first, rows = sharding.local_rows(parameter)
                 rows.copy_(weights[name][first : first + len(rows)])
         return TrainState(net, self.cfg, self.world)
@@ -127,7 +126,7 @@ def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
         values[f"{name}.attention"] = call[-1]
 
     grads = gradients(net)
-    kept = {name: values[name] for name in files.TABLES["recorded"]["forward"]} | named(
+    kept = {name: values[name] for name in TABLES["recorded"]["forward"]} | named(
         "grad", {name: grads[name] for name in reversed(WHOLE)}
     )
     return kept | {"grad.norms": norms(grads)}
@@ -140,19 +139,19 @@ BATCH = (*dataset.MEMBERS, "t", "latent_eps", "noise")
 PARTS = {"train__global_batch": 4, "train__micro_batch": 1}  # of the run on two ranks
 RANKS = 2
 RANKS_STEP = 1  # has the positions 4 to 7: the first epoch ends inside of rank 0
-FAR_STEP = files.inputs_of("far.t")["positions"][0] // 2  # one caption is just dropped, the other one just kept
+FAR_STEP = inputs_of("far.t")["positions"][0] // 2  # one caption is just dropped, the other one just kept
 WEIGHT = "final_layer.linear.weight"
 
 
 def local(net: ShardedFlux) -> Tensors:
     """This rank's shards of the weights, which share memory with the net."""
-    return {name: parameter.to_local().detach() for name, parameter in sharding.named_parameters(net).items()}
+    return {name: parameter.to_local().detach() for name, parameter in named_parameters(net).items()}
 
 
 def clipping(run: Replay) -> Tensors:
     """The first moment of a clipped gradient. Here the weights serve as gradients."""
     state = run.replaced(optim__clip_norm=1.0).start()
-    for parameter in sharding.named_parameters(state.net).values():
+    for parameter in named_parameters(state.net).values():
         parameter.grad = parameter.detach().clone()
     state.opt.step()
     return {"clip.clipped": moments(state)["exp_avg"]["single_blocks.1.norm.query_norm.scale"]}
@@ -166,7 +165,7 @@ def moments(state: TrainState) -> dict[str, Tensors]:
 def init(run: Replay) -> Tensors:
     """The weights from which a real run of this config starts. With them, most values and gradients would be 0."""
     initial = local(sharding.build(run.cfg, run.world, run.cfg.train.seed))
-    values = {name: initial[name][:ROWS] for name in files.TABLES["parameters"]["initial"]}
+    values = {name: initial[name][:ROWS] for name in TABLES["parameters"]["initial"]}
     return named("init", values | {"norms": norms(initial)})
 
 
@@ -182,7 +181,7 @@ def drawn_at(positions: Iterable[int], count: int, train: TrainConfig) -> Values
     return {name: np.array(column) for name, column in zip(("epoch", "sample", "drop", "t"), zip(*rows))}
 
 
-def batches(cfg: Config, rank: int, size: int, first: int) -> Iterator[tuple[Values, dataloader.Batch]]:
+def batches(cfg: Config, rank: int = 0, size: int = 1, first: int = 0) -> Iterator[tuple[Values, Batch]]:
     """What a rank takes in the steps from `first` on: epoch, sample, drop and time of each row; and the batch.
 
     Steps count from 0. The batch is filled anew for each step.
@@ -198,7 +197,7 @@ def batches(cfg: Config, rank: int, size: int, first: int) -> Iterator[tuple[Val
             yield rows | {"t": batch["t"].numpy().copy()}, batch
 
 
-def losses_of(cfg: Config, weights: Tensors, batch: dataloader.Batch) -> Tensor:
+def losses_of(cfg: Config, weights: Tensors, batch: Batch) -> Tensor:
     """The loss of each row, without gradients."""
     with torch.no_grad():
         return flow.losses(plain(cfg.model, weights), batch, torch.float32)
@@ -210,7 +209,7 @@ def training(run: Replay) -> Recorded:
     cfg = run.cfg
     state = run.start()
     initial = run.weights()
-    for number, (rows, batch) in zip(range(1, STEPS + 1), batches(cfg, 0, 1, 0)):
+    for number, (rows, batch) in zip(range(1, STEPS + 1), batches(cfg)):
         place = f"step{number}"
         values |= named(place, rows)
         if number == 1:
@@ -220,7 +219,7 @@ def training(run: Replay) -> Recorded:
             values[f"{place}.losses"] = losses_of(cfg, local(state.net), batch)
 
         state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim))
-        loss, norm = trainer.train_step(state.net, state.opt, batch, Health(CPU), cfg)
+        loss, norm = train_step(state.net, state.opt, batch, Health(CPU), cfg)
 
         coefficient = (cfg.optim.clip_norm / (norm + optim.CLIP_EPS)).clamp(max=1.0)
         done = {"loss": loss, "grad_norm": norm, "clip_coefficient": coefficient, "lr": state.opt.lr.clone()}
@@ -259,7 +258,7 @@ def on_two_ranks(run: Replay) -> Recorded:
         losses = flow.losses(net, batch, torch.float32)
         (losses.mean() / RANKS).backward()  # gradients add up over ranks
         state = run.start()
-        loss, norm = trainer.train_step(state.net, state.opt, batch, Health(CPU), cfg)
+        loss, norm = train_step(state.net, state.opt, batch, Health(CPU), cfg)
         each.append(rows | {"losses": losses.detach(), "loss": loss, "grad_norm_of_rank": norm})
 
     values: Recorded = {name: np.stack([row[name] for row in each]) for name in each[0]}
@@ -269,7 +268,7 @@ def on_two_ranks(run: Replay) -> Recorded:
 
 def far(run: Replay) -> Recorded:
     """The batch of a late step, as a run takes it that goes on there."""
-    rows, batch = next(batches(run.cfg, 0, 1, FAR_STEP))
+    rows, batch = next(batches(run.cfg, first=FAR_STEP))
     return named("far", rows | {name: batch[name] for name in ("t5", "clip")})
 
 
@@ -279,18 +278,18 @@ def step_in_bf16(run: Replay) -> Tensors:
     cfg = run.cfg
     state = run.start()
     state.opt.lr.fill_(schedule.lr(0, cfg.optim))
-    _, batch = next(batches(cfg, 0, 1, 0))
+    _, batch = next(batches(cfg))
     update = state.opt.step
     before = local(state.net)[WEIGHT].clone()
     values = {}
 
     def noted() -> Tensor:
-        gradient = cast(DTensor, sharding.named_parameters(state.net)[WEIGHT].grad)
+        gradient = cast(DTensor, named_parameters(state.net)[WEIGHT].grad)
         values[f"grad.{WEIGHT}"] = gradient.to_local().clone()
         return update()
 
     with patch.object(state.opt, "step", noted):
-        trainer.train_step(state.net, state.opt, batch, Health(CPU), cfg)
+        train_step(state.net, state.opt, batch, Health(CPU), cfg)
     after = local(state.net)[WEIGHT]
     moved = (after - before).sum(1)
     return named("bf16.step", values | {f"weights.{WEIGHT}": after, f"moved.{WEIGHT}": moved})
@@ -303,7 +302,7 @@ def validated(run: Replay, samples: int) -> tuple[Tensors, list[Tensors]]:
     """
     val_set = dataloader.ValSet(run.cfg, 0, 1, pin=False)
     val_set.open()
-    validator = trainer.Trainer(run.start(), run.cfg, run.world)
+    validator = Trainer(run.start(), run.cfg, run.world)
     batches: list[Tensors] = []
 
     def note(_: str) -> None:
@@ -319,7 +318,7 @@ def validated(run: Replay, samples: int) -> tuple[Tensors, list[Tensors]]:
 
 def later_validation(run: Replay) -> Tensors:
     """The validation loss after some training samples."""
-    losses, _ = validated(run, files.inputs_of("val.later.loss")["evaluation"])
+    losses, _ = validated(run, inputs_of("val.later.loss")["evaluation"])
     return named("val.later", losses)
 
 

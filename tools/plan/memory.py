@@ -46,10 +46,9 @@ def fullest(cfg: Config, layout: FsdpLayout, footprints: Footprints) -> Instant:
     always["buffers"] = sample * (layout.micros * layout.rows + cfg.eval.batch)
 
     instants = training(cfg, layout, footprints)
-    kept = regions[layout.freed :]
     for unit in regions:
         working = cfg.eval.batch / layout.rows * (footprints[unit.kind].forward.most + footprints[ROOT].forward.most)
-        own = {"gathered weights": gathered(root, *kept, unit, unit), "working set": working}
+        own = {"gathered weights": gathered(root, *regions[layout.freed :], unit, unit), "working set": working}
         instants.append(Instant("validation", own))
     return max((Instant(one.name, always | one.parts) for one in instants), key=lambda one: one.total)
 

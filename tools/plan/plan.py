@@ -136,15 +136,16 @@ def fastest(cfg: Config, machine: Machine) -> list[Plan]:
     found: list[Plan] = []
     sizes = [rows for rows in range(step, batch + 1, step) if batch % rows == 0]
     for rows in progress(sizes, desc="micro-batches", leave=False):
-        before = len(found)
+        fitting: list[Plan] = []
         for budget in BUDGETS if cfg.compute.compile else BUDGETS[:1]:
             own = config_file.replace(cfg, train__micro_batch=rows, compute__activation_memory_budget=budget)
             keeping = partial(_keeping, own, machine, region_costs.trace(own, machine.gpu.arch, rows))
             kept = [*range(len(region_costs.node_layout(own, machine.gpus, machine.gpu.node).units) - 1), -1]
-            fitting = bisect(kept, room, key=lambda count: keeping(count).total)
-            found += [keeping(kept[fitting - 1])] if fitting else []
-        if before == len(found) > 0:
+            if count := bisect(kept, room, key=lambda kept: keeping(kept).total):
+                fitting.append(keeping(kept[count - 1]))
+        if found and not fitting:
             break  # nor does a larger micro-batch fit; a smaller one may have too large graphs
+        found += fitting
     return sorted(found, key=lambda one: one.times.step)
 
 

@@ -276,9 +276,8 @@ def _product(node: Node, formula: Callable) -> Product:
     """Operations and bytes of a product; attention's backward computes its scores again."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda other: other.meta["val"])
     given = _tensors((args, kwargs))
-    made = _tensors(node.meta["val"])
     flop = formula(*args, **kwargs, out_val=node.meta["val"])
-    moved = sum(one.nbytes for one in given + made)
+    moved = sum(one.nbytes for one in given + _tensors(node.meta["val"]))
     return Product(flop, moved, is_fp8=any(one.itemsize == 1 for one in given))
 
 

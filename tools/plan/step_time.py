@@ -66,8 +66,7 @@ def load(name: str, precision: str = "bf16") -> tuple[Gpu, Assumed]:
     gpu = Gpu(**gpus[name])
     if precision == "fp8" and not gpu.fp8_tflops:
         raise Refusal(f"FP8 needs FP8 matrix units, {name} has none; set precision.preset=bf16")
-    share = table["share"][f"{gpu.arch}_{precision}"]
-    return gpu, Assumed(**share, **table["assumed"])
+    return gpu, Assumed(**table["share"][f"{gpu.arch}_{precision}"], **table["assumed"])
 
 
 def measured(path: Path, gpus: int) -> tuple[Gpu, Assumed]:

@@ -12,8 +12,8 @@ one sequence, in which the timesteps take turns.
 All this grows in OUTPUT.partial. A stopped command goes on with the parts that are not done.
 """
 
-import argparse
 import hashlib
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +35,7 @@ from flux_ref.pictures import captioned
 from flux_ref.pictures.captioned import Part, Rejected
 from flux_ref.pictures.encoders import Encoders
 from flux_ref.precision.recipe import DTYPES
+from flux_ref.ranks import agreed
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import common
 
@@ -46,7 +47,7 @@ PER_PART = 1000  # files of a folder that become one shard
 class Maker:
     """What this rank makes parts with. folder: in which the data set grows."""
 
-    args: argparse.Namespace
+    args: Namespace
     folder: Path
     model: ModelConfig
     nets: Encoders
@@ -79,9 +80,9 @@ class Maker:
 
         rejected: gets a row for each picture that cannot be used.
         """
-        found = part()
+        pictures = part()
         size = 8 * self.model.latent_height, 8 * self.model.latent_width
-        while block := list(islice(found, 4 * max(self.args.batch, THREADS))):
+        while block := list(islice(pictures, 4 * max(self.args.batch, THREADS))):
             for picture, loading in [(picture, self.pool.submit(picture.load, *size)) for picture in block]:
                 self.bar.update()
                 try:
@@ -105,7 +106,7 @@ def _done(folder: Path, number: int) -> Path:
     return folder / f"rejected_{number:06d}.tsv"
 
 
-def _require_enough(args: argparse.Namespace, parts: list[Part]) -> None:
+def _require_enough(args: Namespace, parts: list[Part]) -> None:
     """A look at the first pictures, as T5-XXL loads for minutes. Raises: Refusal."""
     wanted = Counter(val=TIMESTEPS * (args.val_share > 0), train=int(args.val_share < 1))
     count = Counter[str]()
@@ -151,14 +152,14 @@ def _stored(folder: Path, split: str, layout: SampleLayout) -> ShardSet:
     return ShardSet(place if any(place.iterdir()) else "", layout)
 
 
-def _made_from(args: argparse.Namespace, model: ModelConfig, listed: list[str]) -> dict:
+def _made_from(args: Namespace, model: ModelConfig, listed: list[str]) -> dict:
     """What must be the same when a stopped command goes on."""
     names = ("input", "val_share", "caption_column", "model", "dtype")
     digest = hashlib.sha256("\n".join(listed).encode(errors="surrogateescape")).hexdigest()
     return {name: str(getattr(args, name)) for name in names} | dataset.sample_layout(model).shapes | {"files": digest}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--input",
@@ -193,7 +194,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="FILE", help="use the sizes of this config's model (FLUX.1-schnell's)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal."""
     model = common.config(args.config).model
     world = ranks.start(ParallelConfig(replicate=1))
@@ -202,29 +203,26 @@ def run(args: argparse.Namespace) -> int:
         stack.callback(pool.shutdown, cancel_futures=True)  # at Ctrl-C nobody waits for pictures
         if world.size == 1:  # with more, torchrun ends the others after an error
             stack.callback(ranks.stop)
-        with ranks.agreed():
-            listed = []
-            if world.rank == 0:
-                common.require_new(args.output)
-                listed = captioned.find(args.input)
+        with agreed():
+            listed = captioned.find(args.input) if world.rank == 0 else []
         listed = ranks.gather_objects(listed)[0]
-        with ranks.agreed():
+        folder = common.partial_of(args.output)
+        with agreed():
             parts = captioned.parts_of(args.input, listed, args.caption_column, PER_PART)
             _require_enough(args, parts)
-            nets = Encoders(args.model, model, world.device, DTYPES[args.dtype])
-        folder = common.partial_of(args.output)
-        with ranks.agreed():
             if world.rank == 0:  # for all
                 stack.enter_context(common.growing(args.output, _made_from(args, model, listed)))
                 for split in ("train", "val"):
                     _made(folder, split).mkdir(exist_ok=True)
+        with agreed():
+            nets = Encoders(args.model, model, world.device, DTYPES[args.dtype])
         bar = progress(desc=f"encoding, rank 0 of {world.size}", unit=" pictures", disable=world.rank > 0)
         maker = Maker(args, folder, model, nets, pool, stack.enter_context(bar))
         for number in range(world.rank, len(parts), world.size):
             if not _done(folder, number).exists():
                 maker.make(number, parts[number])
         ranks.barrier()  # all parts are there
-        with ranks.agreed():
+        with agreed():
             if world.rank == 0:
                 files.remove(folder / "set" / "empty_encodings")
                 dataset.write_empty(folder / "set" / "empty_encodings", nets.encode_text([""]))

@@ -66,9 +66,7 @@ def read_table(path: Path):
 def read_row(table, row: int, split: str, layout: SampleLayout, path: Path) -> Row:
     """(the bf16 bits in a row, not copied; its timestep: 0 to 7 for val, None for train). Raises: Refusal."""
     where = f"{path}, row {row}"
-    timestep = None
-    if "timestep" in table.column_names:
-        timestep = table["timestep"][row].as_py()
+    timestep = table["timestep"][row].as_py() if "timestep" in table.column_names else None
     if timestep not in (range(TIMESTEPS) if split == "val" else [None]):
         want = f"0 to {TIMESTEPS - 1}" if split == "val" else "none"
         raise Refusal(f"{where}: timestep {timestep!r}, want {want}; is this the {split} split?")
@@ -90,8 +88,7 @@ def read_rows(counts: dict[Path, int], wanted: range, split: str, layout: Sample
     """`read_row` of each wanted sample, across files. counts: the rows of each file. Raises: Refusal."""
     first = 0
     for path, count in counts.items():
-        begin = max(wanted.start, first)
-        here = range(begin, min(wanted.stop, first + count))
+        here = range(max(wanted.start, first), min(wanted.stop, first + count))
         table = read_table(path) if here else None
         for index in here:
             yield read_row(table, index - first, split, layout, path)
@@ -114,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     common.require_new(final)  # before all rows are counted
     paths = arrow_files(args.input)
     counts = {}
-    missing = set(range(TIMESTEPS)) if split == "val" else set()
+    missing = {*range(TIMESTEPS)} if split == "val" else set()
     for path in progress(paths, desc=f"counting {args.input.name}", unit=" files", leave=False):
         table = read_table(path)
         counts[path] = len(table)
@@ -143,14 +140,14 @@ def run(args: argparse.Namespace) -> int:
         for number, first in enumerate(range(0, count, PER_SHARD)):
             path = dataset.shard_path(folder / "set", number)
             if not path.exists():
-                wanted[path] = range(first, min(first + PER_SHARD, count))
+                wanted[path] = range(count)[first : first + PER_SHARD]
         done = count - sum(map(len, wanted.values()))
         with progress(total=count, initial=done, desc=f"converting {split}", unit=" samples") as bar:
 
             def write_shard(path: Path, advance: common.Advance) -> None:
                 with dataset.new_shard(path) as file:
-                    found = read_rows(counts, wanted[path], split, layout)
-                    for index, (members, timestep) in zip(wanted[path], found):
+                    rows = read_rows(counts, wanted[path], split, layout)
+                    for index, (members, timestep) in zip(wanted[path], rows):
                         dataset.add(file, Meta(dataset.key_of(split, index), timestep), members)
                         advance(1)
 

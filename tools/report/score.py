@@ -3,14 +3,14 @@
 Source: MLPerf's training rules and mlperf-logging's result_summarizer.
 """
 
-import math
-import statistics
 from dataclasses import dataclass, field
+from math import nan
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from flux_ref import mlperf_closed
 from flux_ref.cli import printable
+from flux_ref.mlperf_closed import FIXED, OFFICIAL, REHEARSAL, REHEARSED, find_departures
 from flux_ref.mlperf_log import RESUMED
 from tools.json_option import table
 from tools.report import official, result_log
@@ -20,7 +20,7 @@ from tools.report.result_log import ResultLog, number
 RUNS = 10  # of a submission; the mean leaves out the best and the worst
 INVALID = "not a valid result"
 VALID = "valid result"
-PASSING_REHEARSAL = f"passes the checks as a {mlperf_closed.REHEARSAL}"
+PASSING_REHEARSAL = f"passes the checks as a {REHEARSAL}"
 SHARED = (  # settings that all runs of a system must share
     "submission_org",
     "submission_platform",
@@ -31,7 +31,7 @@ SHARED = (  # settings that all runs of a system must share
     "opt_learning_rate_warmup_steps",
     "gradient_accumulation_steps",
 )
-SETTINGS = (*SHARED, "target_accuracy", "seed", mlperf_closed.REHEARSED)
+SETTINGS = (*SHARED, "target_accuracy", "seed", REHEARSED)
 
 
 @dataclass
@@ -43,9 +43,9 @@ class Run:
     settings: dict[str, Any]  # by key, those of SETTINGS that the log has
     faults: list[str]  # why the run does not count; empty if it counts
     val_curve: list[tuple[float, float]] = field(default_factory=list)  # (samples, loss)
-    samples: float = math.nan  # at the last evaluation, as in the convergence checker
-    minutes: float = math.nan  # from run_start to run_stop
-    samples_per_s: float = math.nan  # with the time of evaluations
+    samples: float = nan  # at the last evaluation, as in the convergence checker
+    minutes: float = nan  # from run_start to run_stop
+    samples_per_s: float = nan  # with the time of evaluations
 
 
 @dataclass
@@ -57,10 +57,10 @@ class System:
     convergence: Convergence | None  # None: the open division has no such check
     reasons: list[str]  # why it is no valid result; empty for a valid one
     verdict: str = INVALID
-    samples_to_converge: float = math.nan  # the olympic mean of ten runs; the plain mean of another number of runs
-    samples_per_s: float = math.nan  # the mean over the runs that count
-    olympic_mean_minutes: float = math.nan  # not normalised
-    score_minutes: float = math.nan  # the official result: the olympic mean times the checker's factor
+    samples_to_converge: float = nan  # the olympic mean of ten runs; the plain mean of another number of runs
+    samples_per_s: float = nan  # the mean over the runs that count
+    olympic_mean_minutes: float = nan  # not normalised
+    score_minutes: float = nan  # the official result: the olympic mean times the checker's factor
 
     def value(self, key: str) -> Any:
         """The first value that any run gives for one of SETTINGS."""
@@ -73,8 +73,7 @@ def measure(log: ResultLog, complaints: list[str]) -> Run:
     stop = log.first("run_stop")  # other ranks may repeat it
     settings = {key: value for key in SETTINGS if (value := log.value(key)) is not None}
     run = Run(log.name, str(log.path), settings, [])
-    if stop and stop.metadata.get("status") != "success":
-        status = stop.metadata.get("status")
+    if stop and (status := stop.metadata.get("status")) != "success":
         run.faults.append(f"run_stop has status {status!r}: {printable(stop.metadata.get('reason'))}"[:300])
 
     timed = log.events
@@ -88,18 +87,17 @@ def measure(log: ResultLog, complaints: list[str]) -> Run:
 
     run.faults += [*disqualified, *complaints]
     if log.value("submission_division") == "closed":
-        found = {key: log.value(mlperf_closed.OFFICIAL.get(key, key)) for key in mlperf_closed.FIXED}
-        run.faults += mlperf_closed.find_departures(found, bool(log.value(mlperf_closed.REHEARSED)))
+        found = {key: log.value(OFFICIAL.get(key, key)) for key in FIXED}
+        run.faults += find_departures(found, bool(log.value(REHEARSED)))
 
     losses = {}
     for event in timed:
         samples = number(event.metadata.get("samples_count"))
-        loss = number(event.value)
-        if event.key == "eval_accuracy" and samples > 0 and loss > 0:
-            losses[samples] = loss  # several ranks may write it
+        if event.key == "eval_accuracy" and samples > 0 and number(event.value) > 0:
+            losses[samples] = event.value  # several ranks may write it
 
     run.val_curve = sorted(losses.items())
-    run.samples = max(losses, default=math.nan)
+    run.samples = max(losses, default=nan)
     if run.minutes > 0:
         run.samples_per_s = run.samples / (60 * run.minutes)
     if not run.samples_per_s > 0 and not run.faults:
@@ -109,7 +107,7 @@ def measure(log: ResultLog, complaints: list[str]) -> Run:
 
 def olympic_mean(values: list[float]) -> float:
     """The mean of ten values without the best and the worst. With nine values, the tenth was the worst."""
-    return statistics.fmean(sorted(values)[1 : RUNS - 1])
+    return fmean(sorted(values)[1 : RUNS - 1])
 
 
 def judge(name: str, paths: list[Path], ruleset: str, points: Path | None = None) -> System:
@@ -117,15 +115,14 @@ def judge(name: str, paths: list[Path], ruleset: str, points: Path | None = None
     logs = result_log.read(paths, ruleset)
     complaints, seeds, convergence = official.check(logs, ruleset, points)
     runs = [measure(log, faults) for log, faults in zip(logs, complaints)]
-    mixtures = _mixtures(runs)
-    system = System(name, runs, convergence, mixtures)
+    system = System(name, runs, convergence, mixtures(runs))
     counted = [run for run in runs if run.samples_per_s > 0 and not run.faults]
-    if counted and not mixtures:
+    if counted and not system.reasons:
         is_whole = len(runs) == RUNS and len(counted) >= RUNS - 1
-        mean = olympic_mean if is_whole else statistics.fmean
+        mean = olympic_mean if is_whole else fmean
         system.samples_to_converge = mean([run.samples for run in counted])
-        system.samples_per_s = statistics.fmean(run.samples_per_s for run in counted)
-        system.olympic_mean_minutes = mean([run.minutes for run in counted]) if is_whole else math.nan
+        system.samples_per_s = fmean(run.samples_per_s for run in counted)
+        system.olympic_mean_minutes = mean([run.minutes for run in counted]) if is_whole else nan
 
     failed = [run for run in runs if run.faults]
     if len(runs) != RUNS:
@@ -139,7 +136,7 @@ def judge(name: str, paths: list[Path], ruleset: str, points: Path | None = None
         system.reasons.append(f"convergence: {convergence.message}; {here}, {least}")
 
     if not system.reasons:
-        system.verdict = PASSING_REHEARSAL if system.value(mlperf_closed.REHEARSED) else VALID
+        system.verdict = PASSING_REHEARSAL if system.value(REHEARSED) else VALID
     if system.verdict == VALID:
         system.score_minutes = system.olympic_mean_minutes * (convergence.factor if convergence else 1.0)
     return system
@@ -150,7 +147,8 @@ def text(value: Any, form: str = ",.0f") -> str:
     return "-" if value is None or value != value else format(value, form)
 
 
-def _mixtures(runs: list[Run]) -> list[str]:
+def mixtures(runs: list[Run]) -> list[str]:
+    """Why runs do not belong together."""
     found = []
     for key in SHARED:
         values = sorted({str(run.settings[key])[:60] for run in runs if key in run.settings})
