@@ -12,7 +12,7 @@ from flux_ref.precision.fp8 import cast, magnitudes, scales_of
 from flux_ref.precision.linear import PolicyLinear
 from flux_ref.precision.recipe import LowPrecisionRecipe
 from tools.golden.files import inputs_of
-from tools.golden.training import Replay, Tensors, batches, named, passed, plain
+from tools.golden.training import CPU, Replay, Tensors, batches, named, passed, plain
 
 LAYER = "single_blocks.0.linear1"  # as a policy names a linear; any will do
 KEPT = re.compile(
@@ -97,12 +97,18 @@ def fp8_linear(run: Replay) -> Tensors:
 def delayed_scales(run: Replay) -> Tensors:
     """The scale that the next step takes after each of some magnitudes of an input. Collective."""
     about = inputs_of("fp8.delayed.scale")
-    keys = {"precision__preset": "fp8_delayed", "precision__history": about["history"], "precision__dynamic_steps": 0}
-    keys |= {"model__hidden": 48, "model__rope_axes": [4, 6, 6]}  # FP8 takes multiples of 16
-    recipe = LowPrecisionRecipe(run.replaced(compute__dtype="bf16", **keys).cfg)
-    net = model.Flux(recipe.cfg.model)
-    recipe.convert(net, torch.device("cpu"))
-    recipe.find(net, torch.device("cpu"))
+    small = run.replaced(
+        model__hidden=48,  # FP8 takes multiples of 16
+        model__rope_axes=[4, 6, 6],
+        compute__dtype="bf16",
+        precision__preset="fp8_delayed",
+        precision__history=about["history"],
+        precision__dynamic_steps=0,
+    )
+    recipe = LowPrecisionRecipe(small.cfg)
+    net = model.Flux(small.cfg.model)
+    recipe.convert(net, CPU)
+    recipe.find(net, CPU)
     scales = []
     for magnitude in map(float, about["magnitudes"]):
         recipe.amaxes[0].fill_(magnitude)

@@ -126,10 +126,9 @@ def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
         values[f"{name}.attention"] = call[-1]
 
     grads = gradients(net)
-    kept = {name: values[name] for name in TABLES["recorded"]["forward"]} | named(
-        "grad", {name: grads[name] for name in reversed(WHOLE)}
-    )
-    return kept | {"grad.norms": norms(grads)}
+    whole = {name: grads[name] for name in reversed(WHOLE)}
+    kept = {name: values[name] for name in TABLES["recorded"]["forward"]}
+    return kept | named("grad", whole | {"norms": norms(grads)})
 
 
 CPU = torch.device("cpu")

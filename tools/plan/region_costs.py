@@ -97,16 +97,21 @@ def trace(cfg: Config, arch: str, rows: int) -> Footprints:
     image = model.image_tokens
     tokens = {"double": (image, text), "single": (text + image,)}  # of the streams
     footprints: Footprints = {}
+
+    def loss(net: Callable, batch: Batch) -> Tensor:
+        return flow.losses(net, batch, dtype).sum()
+
     # The tensors claim to be on a CPU, which would decode FP8. The traced device has a kernel for it.
     with FakeTensorMode(), patch.object(fp8, "has_kernel", lambda device: True):
-        net = _net(cfg, arch)
+        net = Flux(model)
+        linear.convert(net, cfg, arch)
         for kind, module in flops_and_bytes.split(net, cfg):
             if kind == ROOT:  # it and the loss are never compiled
-                footprints[ROOT] = _footprint(Ends(net, dtype), (allocate(model, rows),), cfg, compiled=False)
+                footprints[ROOT] = _footprint(net, loss, (allocate(model, rows),), cfg, compiled=False)
             elif kind not in footprints:
                 sizes = [*((n, model.hidden) for n in tokens[kind.split()[0]]), (model.hidden,)]  # streams and vec
                 inputs = [torch.zeros((rows, *size), dtype=dtype, requires_grad=True) for size in sizes]
-                footprints[kind] = _footprint(module, (*inputs, net.rope), cfg, cfg.compute.compile)
+                footprints[kind] = _footprint(module, operator.call, (*inputs, net.rope), cfg, cfg.compute.compile)
     return footprints
 
 
@@ -121,33 +126,13 @@ def node_layout(cfg: Config, gpus: int, node: int) -> FsdpLayout:
     return flops_and_bytes.fsdp_layout(cfg, gpus, replicas)
 
 
-def _net(cfg: Config, arch: str) -> Flux:
-    """A net in the compute dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[cfg.compute.dtype])  # fake tensors cannot be cast in place
-    try:
-        net = Flux(cfg.model)
-    finally:
-        torch.set_default_dtype(before)
-    linear.convert(net, cfg, arch)
-    return net
+def _footprint(module: nn.Module, task: Callable, inputs: Iterable, cfg: Config, compiled: bool) -> Footprint:
+    """Trace a task in compute.dtype, and its backward by all parameters of a module and the inputs.
 
-
-class Ends(nn.Module):
-    """A net and the loss of a batch."""
-
-    def __init__(self, net: Flux, dtype: torch.dtype):
-        super().__init__()
-        self.net = net
-        self.dtype = dtype
-
-    def forward(self, batch: Batch) -> Tensor:
-        return flow.losses(self.net, batch, self.dtype).sum()
-
-
-def _footprint(module: nn.Module, inputs: tuple, cfg: Config, compiled: bool) -> Footprint:
-    """Trace a module, and its backward by all its parameters and inputs."""
-    parameters = dict(module.named_parameters())
+    task: it is given the module as a function, and the inputs.
+    """
+    dtype = DTYPES[cfg.compute.dtype]
+    parameters = {name: one.detach().to(dtype).requires_grad_() for name, one in module.named_parameters()}
     linears = [one for one in module.modules() if isinstance(one, PolicyLinear)]
     given = [_given(linear, cfg) for linear in linears]
     graphs: list[Graph] = []
@@ -155,7 +140,7 @@ def _footprint(module: nn.Module, inputs: tuple, cfg: Config, compiled: bool) ->
     def run(parameters, given, *inputs):
         for one, values in zip(linears, given):
             vars(one).update(values)
-        return functional_call(module, parameters, inputs)
+        return task(lambda *args: functional_call(module, parameters, args), *inputs)
 
     def partition(joint, joint_inputs, **options):
         if compiled:
