@@ -24,7 +24,7 @@ FILES = {
     *("metrics.jsonl", "outcome.json", "result_0.txt"),
     *(["tensorboard"] if importlib.util.find_spec("tensorboard") else []),
 }
-PICTURES = {"samples", "pictures.jsonl"}
+PICTURES = {"samples"}
 
 
 def names(folder: Path) -> set[str]:
