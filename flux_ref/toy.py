@@ -143,19 +143,6 @@ def tokenize(caption: str) -> list[str]:
     return re.findall(r"\w+", caption.lower())
 
 
-def unknown_words(prompts: list[str], cfg: Config) -> list[str]:
-    """Words of prompts that no training caption of data.kind=toy has; none if the set is not there.
-
-    Raises: Refusal, OSError.
-    """
-    if not prompts or cfg.data.kind != "toy" or not Path(cfg.data.train).is_dir():
-        return []
-    samples = dataset.ShardSet(cfg.data.train, dataset.sample_layout(cfg.model))
-    samples.open()
-    known = {word for meta, _ in samples for word in tokenize(meta.caption)}
-    return [word for word in dict.fromkeys(tokenize(" ".join(prompts))) if word not in known]
-
-
 @functools.cache
 def _word_vector(word: str, dim: int) -> np.ndarray:
     return rng.normals(0, rng.TOY_TEXT, (dim,), sample=rng.name_key(word), epoch=dim)

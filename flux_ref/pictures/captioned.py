@@ -26,7 +26,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 from webdataset.tariterators import base_plus_ext
 
-from flux_ref.cli import Refusal, count_progress, notice, shown
+from flux_ref.cli import Refusal, count_progress, shown
 from flux_ref.files import decode, json_object, read_bytes, read_text, reraise
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says
@@ -38,7 +38,6 @@ FILE_NAME = "file_name"  # a column: the path in the folder
 MIN_SIDE = 64  # pixels
 MOST_BYTES = 2**28  # of a picture or a text
 SRGB = ImageCms.createProfile("sRGB")
-SRGB_GAMMA = 1 / 2.2  # as a PNG's gAMA tells it
 Content = bytes | Path  # of a file: what it holds, or where it is
 
 
@@ -116,8 +115,6 @@ def srgb(image: Image.Image) -> Image.Image:
     with contextlib.suppress(Exception):  # Pillow raises a dozen kinds; a picture is as good without its EXIF
         ImageOps.exif_transpose(image, in_place=True)
     profile = image.info.get("icc_profile")
-    if not profile and abs(image.info.get("gamma", SRGB_GAMMA) - SRGB_GAMMA) > 0.01:
-        notice("a PNG has a gAMA of its own, but no profile; such pictures are taken for sRGB, without their gAMA")
     if image.mode.startswith("I"):  # 16-bit grey, which Pillow would clip: its high byte, as Pillow takes of colours
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     opacity = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None

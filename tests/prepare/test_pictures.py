@@ -14,7 +14,7 @@ import pytest
 import torch
 from colour_profiles import INKS, LINEAR_GREY, PRIMARIES, coloured
 from conftest import refusal
-from PIL import Image, ImageCms, PngImagePlugin
+from PIL import Image, ImageCms
 from torchvision.transforms import InterpolationMode, v2
 
 from flux_ref import cli
@@ -120,15 +120,6 @@ def test_pictures_of_all_forms_show_what_they_show_to_people():
         assert distance(pixels(saved(one, icc_profile=own)), Image.new("RGB", one.size, srgb)) <= 2
     shown = drawn(120, 300).resize((48, 120), 3).crop((0, 44, 48, 76))
     assert distance(pixels(saved(drawn(120, 300)), 32, 48), shown) == 0, "a shape that is no square"
-
-
-def test_a_gamma_without_a_profile_is_left_aside_and_one_line_says_so(capsys):
-    cli.notice.cache_clear()
-    for gamma, lines in ((45_455, 0), (100_000, 1), (55_556, 0)):
-        chunk = PngImagePlugin.PngInfo()
-        chunk.add(b"gAMA", gamma.to_bytes(4))
-        assert distance(pixels(saved(drawn(256, 256), pnginfo=chunk)), drawn(256, 256)) == 0
-        assert capsys.readouterr().err.count("without their gAMA\n") == lines
 
 
 WHOLE = saved(drawn(300, 200))
