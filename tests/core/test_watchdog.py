@@ -1,6 +1,7 @@
 """Hangs, pauses, signals and a launcher that dies: what ends, what is said, and what goes on."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -177,3 +178,5 @@ def test_when_a_rank_freezes_the_other_one_says_where_it_waits_and_ends(shapes_d
         assert job.until(lambda: "no progress" in job.said and len(job.ranks()) == 1, timeout=60)
     (line,) = re.findall(r"train\.py: rank 0 on \S+: (no progress [^\r\n]*)", job.said)
     assert re.match(r"no progress for 5 s since .*, now at \S+\.py:\d+; this rank, another one, the network", line)
+    entries = json.loads((tmp_path / "run" / "hang_rank_0.json").read_text())["entries"]
+    assert entries[-1]["profiling_name"].startswith("gloo:") and entries[-1]["state"] == "scheduled"
