@@ -9,6 +9,7 @@ from fnmatch import filter as matching
 
 from conftest import ROOT
 from test_layering import TREES, imported, own_imports
+from test_weight import LIMITS
 
 from flux_ref.config import KEYS, ModelConfig
 from flux_ref.model import parameter_table
@@ -66,13 +67,13 @@ def known_names() -> set[str]:
     """Every section.key and module.name, also without the module's folder; files; golden values and weights."""
     modules = {f"{module.rpartition('.')[2]}.{name}" for module, tree in TREES.items() for name in defined(tree)}
     golden = json.loads((ROOT / "tests/golden/index.json").read_text())["values"]
-    files = {path.name for path in ROOT.rglob("*.py")}
-    return {*KEYS, *modules, *files, *parameter_table(ModelConfig()), *(value["name"] for value in golden)}
+    files = {path.name for folder in (*LIMITS, "examples") for path in (ROOT / folder).rglob("*.py")}
+    return {*KEYS, *modules, *files, "train.py", "eval.py", *parameter_table(ModelConfig()), *(value["name"] for value in golden)}
 
 
 def lost_words(text: str, known: set[str]) -> list[str]:
     """Dotted names in backticks, keys after two dashes and files of Python that do not exist."""
-    names = re.findall(r"`(?:--)?([A-Za-z]\w*(?:\.[\w*]+)+)(?:=[^`]*|\(\))?`", text)
+    names = re.findall(r"`(?:--)?([A-Za-z]\w*(?:\.[\w*]+)+)(?: ?=[^`]*|\(\))?`", text)
     names += [name for name in re.findall(r" --(\w+\.\w+)", text) if name != "section.key"]
     names += re.findall(r"(?<![\w/.\[])\w+\.py\b", text)  # a link is followed elsewhere
     ours = (name for name in names if not FOREIGN.fullmatch(name) and not importable(name))
