@@ -19,7 +19,7 @@ README, PORTING = ((ROOT / name).read_text() for name in ("README.md", "PORTING.
 DATED = ("measured.md", "log.md")  # they may name a program that went; its commit stands beside it
 # Names of other projects, and of files, in backticks
 FOREIGN = re.compile(
-    r"(dist|jax|keras|mx|nn|optax|tf|torch)\..*|.*\.(csv|html|jsonl?|md|png|safetensors|sh|toml|tsv|txt)"
+    r"(dist|jax|keras|mx|NAME|nn|optax|tf|torch)\..*|.*\.(csv|html|jsonl?|log|md|png|safetensors|sbatch|sh|sha256|toml|tsv|txt)"
 )
 PATH = re.compile(r"(?<![\w/.-])(?:launch|bench|configs|docs|examples|tests|tools|flux_ref)/[\w/.*]+\w")
 
@@ -68,7 +68,15 @@ def known_names() -> set[str]:
     modules = {f"{module.rpartition('.')[2]}.{name}" for module, tree in TREES.items() for name in defined(tree)}
     golden = json.loads((ROOT / "tests/golden/index.json").read_text())["values"]
     files = {path.name for folder in (*LIMITS, "examples") for path in (ROOT / folder).rglob("*.py")}
-    return {*KEYS, *modules, *files, "train.py", "eval.py", *parameter_table(ModelConfig()), *(value["name"] for value in golden)}
+    return {
+        *KEYS,
+        *modules,
+        *files,
+        "train.py",
+        "eval.py",
+        *parameter_table(ModelConfig()),
+        *(value["name"] for value in golden),
+    }
 
 
 def lost_words(text: str, known: set[str]) -> list[str]:

@@ -54,7 +54,7 @@ Each key with its default; `python train.py --help` explains all of them and giv
 {parameters}
 ```
 
-The shift and scale of diffusers' `norm_out.linear`, weight and bias, stand in the opposite order.
+In diffusers' norm_out.linear, weight and bias, shift and scale stand in the opposite order.
 
 ## Communication
 
