@@ -58,21 +58,8 @@ In diffusers' norm_out.linear, weight and bias, shift and scale stand in the opp
 
 ## Communication
 
-What one rank sends per optimizer step, in rings; it receives as much.
-
-- n: ranks that share one copy of the weights; r: copies (replicas); m: micro-batches of a step.
-- W: elements of all parameters, padded so that the n shards of each are equal; E: those outside of blocks.
-- g: bytes of `compute.dtype`; s: bytes of `parallel.reduce_dtype` (bf16 2, fp32 4).
-
-```
-all-gather       each region's forward and backward, the rest once   g (2 m (W - E) + E) (n - 1) / n
-  weights kept   the first forward of the step                       g W (n - 1) / n
-reduce-scatter   each region's backward                              m s W (n - 1) / n
-all-reduce       the last backward, over replicas (HSDP)             2 s W / n (r - 1) / r
-gradient norm    once                                                one fp32 number
-```
-
-In GB, for one micro-batch; "kept" means `parallel.kept_regions=-1`:
+GB that one rank sends in rings per optimizer step of one micro-batch; it receives as much. `flops_and_bytes.sent` has
+the formulas. "kept" means `parallel.kept_regions=-1`, which gathers the weights once a step.
 
 ```
 {communication}
