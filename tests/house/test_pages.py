@@ -99,6 +99,13 @@ def test_names_of_code_and_of_keys_in_the_pages_exist():
     assert not lost, "\n".join(lost)
 
 
+def test_porting_tells_about_how_long_a_file_is():
+    told = re.findall(r"\]\((flux_ref/[\w/]+\.py)\) \((\d+) lines\)", PORTING)
+    lines = {path: len((ROOT / path).read_text().splitlines()) for path, _ in told}
+    wrong = {path: lines[path] for path, count in told if abs(int(count) - lines[path]) > 5 + lines[path] / 10}
+    assert told and not wrong, wrong
+
+
 def test_the_two_commands_stand_in_readme():
     assert re.search(r"^pip install -r requirements.txt && torchrun( --standalone)? train.py\b", README, re.M)
     assert re.search(r"^pip install -r requirements-dev.txt && pytest\b", README, re.M)  # .ci/run reads this line
