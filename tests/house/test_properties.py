@@ -49,7 +49,7 @@ def examples(count: int) -> Callable:
 
 
 def told() -> suppress:
-    """What is not read is refused: `errors.complain` says it in one line. Each other exception ends the test."""
+    """What is not read is refused: `cli.complain` says it in one line. Each other exception ends the test."""
     return suppress(Refusal, Fault, BadSample)
 
 
