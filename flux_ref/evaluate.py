@@ -2,8 +2,8 @@
 
 Every rank gets the same number, at any world size up to rounding.
 
-The last batches may have rows that only fill them. Such rows have no timestep (dataloader.ValSet), so they are in no mean
-(trainer.validation_step). All ranks get the same bits of the sums, so either all see the target reached, or none does.
+The last batches may have rows that only fill them. Such rows have no timestep (dataloader.ValSet), so they are in no
+mean (trainer.validation_step). All ranks get the same bits of the sums, so either all see the target reached, or none.
 """
 
 import math
