@@ -83,7 +83,7 @@ def test_a_rank_that_torchrun_ends_is_silent_about_the_rank_that_broke():
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_files_of_another_rank_does_not_hang(tmp_path):
-    argv = micro_run(tmp_path / "data", tmp_path / "run", "--run.watchdog_s=2.5", "--train.max_samples=12")
+    argv = micro_run(tmp_path / "data", tmp_path / "run", "--run.watchdog_s=5", "--train.max_samples=12")
     done = script("tests/helpers/slow_set.py", *argv, ranks=2)
     assert done.returncode == 0, done.stderr
 
