@@ -168,7 +168,7 @@ def test_nodes_of_a_captured_step():
                 train_step(state.net, state.opt, batch, health, cfg)
         found = region_costs.trace(cfg, "cpu", 1)
         layout = region_costs.node_layout(cfg, 8, 8)
-        compared.append(memory.graph_nodes(cfg, layout, found, micros) / step.count)
+        compared.append(memory.graph_nodes(cfg, layout, found) / step.count)
     assert all(0.85 < ratio < 1.15 for ratio in compared), compared
 
 
@@ -211,7 +211,7 @@ def step_without_peers(name: str) -> tuple[float, float]:
     rows = config.micro_batch(cfg, gpus)
     layout, footprints = region_costs.node_layout(cfg, gpus, node), region_costs.trace(cfg, "cpu", rows)
     with fake_world(gpus, node=node) as world:
-        return memory.fullest(cfg, layout, footprints, gpus, rows).total, step_memory.tensor_bytes(cfg, world)
+        return memory.fullest(cfg, layout, footprints).total, step_memory.tensor_bytes(cfg, world)
 
 
 def test_memory_of_a_step_without_peers():
@@ -244,7 +244,7 @@ def paced(kept: int, gpu=GPU, **values) -> tuple[step_time.Times, float]:
     second = Pass(0, 0, ASSUMED.memory_share * gpu.memory_tb_s * 1e12, ())
     footprints = dict.fromkeys(("double 1", "single 1", "ends"), Footprint(second, second))
     layout = region_costs.node_layout(cfg, 8, 8)
-    return step_time.times(cfg, layout, footprints, machine, 1), len(layout.units)
+    return step_time.times(cfg, layout, footprints, machine), len(layout.units)
 
 
 def links(times):

@@ -111,8 +111,8 @@ def sent() -> Iterator[list[object]]:
     yield ["replicas x shards", "all-gather", "kept", "reduce-scatter", "all-reduce"]
     keeping = config_file.replace(BENCHMARK, parallel__kept_regions=-1)
     for replicas, shards in MESHES:
-        layout = flops_and_bytes.fsdp_layout(BENCHMARK, replicas * shards, replicas)
-        plain, kept = (flops_and_bytes.sent(cfg, layout) for cfg in (BENCHMARK, keeping))
+        layouts = [flops_and_bytes.fsdp_layout(cfg, replicas * shards, replicas) for cfg in (BENCHMARK, keeping)]
+        plain, kept = map(flops_and_bytes.sent, layouts)
         figures = (plain["all_gather"], kept["all_gather"], plain["reduce_scatter"], plain["all_reduce"])
         yield [f"{replicas} x {shards}", *(f"{figure / GB:.2f}" for figure in figures)]
 
