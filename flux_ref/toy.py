@@ -176,7 +176,9 @@ def _samples(cfg: Config, split: str) -> Iterator[Sample]:
     drawings = held_out()
     if split == "train":
         drawings = [drawing for drawing in all_drawings() if drawing not in drawings]
-    for i in progress(range(getattr(cfg.data, f"{split}_samples")), desc=f"making {split} shapes", leave=False):
+    for i in progress(
+        range(getattr(cfg.data, f"expected_{split}_samples")), desc=f"making {split} shapes", leave=False
+    ):
         drawing = drawings[i // schedule.TIMESTEPS % len(drawings)]
         draw = rng.words(0, rng.TOY_SHAPES, 2, sample=i, epoch=int(split == "val"))
         shift = JITTER * (2 * rng.uniform(draw) - 1)

@@ -36,7 +36,7 @@ def ensure(cfg: Config) -> None:
         notice(f"data.pictures={root} is gone; {folder} is used as it was made from it")
         return
     toy.make_once(folder, lambda: make(folder, root, cfg.model))
-    made_from = files.json_object(note.read_bytes() if note.is_file() else b"")
+    made_from = files.json_object_or_empty(note.read_bytes() if note.is_file() else b"")
     now = _looked_at(root, made_from)
     # A copy has times of its own.
     differ = sorted(name for name in now | made_from if now.get(name, [])[::2] != made_from.get(name, [])[::2])
@@ -51,7 +51,7 @@ def ensure(cfg: Config) -> None:
 def _looked_at(root: Path, known: dict[str, list]) -> dict[str, list]:
     """{name: [size, time, checksum]} of the files of a folder. A file of known size and time is not read again."""
     found = {}
-    for name in progress(captioned.find(root), desc=f"looking at {root}", unit=" files", leave=False, delay=2):
+    for name in progress(captioned.list_files(root), desc=f"looking at {root}", unit=" files", leave=False, delay=2):
         path = root / name
         found[name] = [0, 0, ""]  # of what is no regular file; a pipe would wait for ever
         if os.path.isfile(path):
@@ -74,7 +74,7 @@ def make(folder: Path, root: Path, model: ModelConfig) -> None:
     counts = Counter[str]()
     reasons = Counter[str]()
     rejected = []
-    found = chain.from_iterable(part() for part in captioned.parts_of(root, [*made_from], "text", 1000))
+    found = chain.from_iterable(part() for part in captioned.split_into_parts(root, [*made_from], "text", 1000))
     with files.whole(folder, is_new=True) as place:
         with ExitStack() as stack:
             new = {

@@ -190,7 +190,7 @@ FILES = st.lists(
 def collected(root: Path) -> list[str]:
     """The names of all pictures of a folder, after each is loaded."""
     found = []
-    for part in pictures.parts_of(root, pictures.find(root), "caption", 2):
+    for part in pictures.split_into_parts(root, pictures.find(root), "caption", 2):
         for picture in part():
             try:
                 made, caption = picture.load(8, 16)

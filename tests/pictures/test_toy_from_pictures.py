@@ -26,7 +26,7 @@ PIPES = shutil.ignore_patterns("pipe.*")
 def overrides(pictures: Path, folder: Path) -> list[str]:
     """The micro config on a folder of pictures."""
     own = [f"--data.pictures={pictures}", f"--data.train={folder}/train", f"--data.val={folder}/val"]
-    return [*own, *SIZES, "--data.train_samples=0", "--data.val_samples=0"]
+    return [*own, *SIZES, "--data.expected_train_samples=0", "--data.expected_val_samples=0"]
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,7 @@ def test_a_smaller_budget_keeps_less_and_computes_more():
 
 
 def test_products_add_up_to_the_closed_form():
-    """Attention's backward counts its scores a second time, which flops.per_sample leaves out."""
+    """Attention's backward counts its scores a second time, which flops_and_bytes.per_sample leaves out."""
     cfg, model = wide(compute__compile=True), wide().model
     found = region_costs.trace(cfg, "cpu", 2)
     S, D = model.text_tokens + model.image_tokens, model.hidden

@@ -109,7 +109,7 @@ def test_damage_that_opening_finds_is_refused_and_damage_on_the_way_stops_the_ru
 
 
 def test_validation_that_lacks_a_time_is_refused_before_the_first_step(attempt, tmp_path):
-    code, _, line = attempt(*micro_run(tmp_path / "new", tmp_path / "run"), "--data.val_samples=7")
+    code, _, line = attempt(*micro_run(tmp_path / "new", tmp_path / "run"), "--data.expected_val_samples=7")
     assert code == 2 and has_words(line, f"data.val={tmp_path}/new/val", "no sample of the timesteps {7}"), line
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -117,7 +117,7 @@ def test_validation_that_lacks_a_time_is_refused_before_the_first_step(attempt, 
 def test_an_evaluation_that_fails_loses_no_step(attempt, shapes_dir, dataset, tmp_path):
     """checkpoint.every_samples is 0 there."""
     again = micro_run(dataset, tmp_path / "run")
-    put_nan(dataset, "val", int(rng.order(0, 0, CFG.data.val_samples)[-1]))  # opening meets others
+    put_nan(dataset, "val", int(rng.order(0, 0, CFG.data.expected_val_samples)[-1]))  # opening meets others
     assert attempt(*again)[0] == 3 and saved_steps(tmp_path / "run") == [3]
     shutil.copy(shapes_dir / "val" / "shard_000000.tar", dataset / "val")
     assert attempt(*again)[0] == 0 and saved_steps(tmp_path / "run") == [3, 5]
@@ -263,7 +263,7 @@ def test_a_command_ends_with_its_code_whatever_becomes_of_what_it_says(tmp_path)
 
 def met_by(rank: int) -> int:
     """A training sample that a rank of two meets first in step 1, and that opening does not meet."""
-    order = rng.order(CFG.train.seed, 0, CFG.data.train_samples)
+    order = rng.order(CFG.train.seed, 0, CFG.data.expected_train_samples)
     return next(int(order[p]) for p in dataloader.rank_slice(CFG, 1, rank, 2) if 0 < order[p] < 49)
 
 

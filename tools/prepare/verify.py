@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal; OSError; KeyboardInterrupt."""
     cfg = common.config(args.config)
     layout = dataset.sample_layout(cfg.model)
-    wanted = {"train": cfg.data.train_samples, "val": cfg.data.val_samples}
+    wanted = {"train": cfg.data.expected_train_samples, "val": cfg.data.expected_val_samples}
     folders = {name: args.dir / name for name in wanted if (args.dir / name).is_dir()}
     if not folders:
         split = "val" if args.dir.resolve().name == "val" else "train"
