@@ -195,7 +195,9 @@ def put(folder: Path, contents: dict[str, bytes | str]) -> Path:
 def outcome(folder: Path, column: str = "text") -> list[tuple[str, str]]:
     """Name and caption, or why it is rejected, of each picture."""
     found = [
-        picture for part in pictures.split_into_parts(folder, pictures.find(folder), column, 3) for picture in part()
+        picture
+        for part in pictures.split_into_parts(folder, pictures.list_files(folder), column, 3)
+        for picture in part()
     ]
     return [(picture.name, caption_of(picture)) for picture in found]
 
