@@ -121,7 +121,7 @@ def test_what_is_a_second_ctrl_c(monkeypatch, capfd):
 
 
 def test_a_signal_saves_and_ends_the_run_unless_it_was_ignored(shapes_dir, tmp_path, attempt, monkeypatch):
-    stop_point = Watchdog.stop_point
+    stop_point, quick = Watchdog.stop_point, ("--data.val=", "--train.synthetic_steps=0")
     for number in watchdog.SIGNALS:
         run = tmp_path / number.name
         before = signal.signal(number, signal.SIG_DFL)  # a shell's job in the background ignores SIGINT and SIGQUIT
@@ -132,7 +132,7 @@ def test_a_signal_saves_and_ends_the_run_unless_it_was_ignored(shapes_dir, tmp_p
             stop_point(self, place)
 
         monkeypatch.setattr(Watchdog, "stop_point", struck)
-        code, out, _ = attempt(*micro_run(shapes_dir, run))
+        code, out, _ = attempt(*micro_run(shapes_dir, run, *quick))
         assert code == 128 + number and f"stopped by {number.name} after step 3; the same command goes on" in out
         assert newest(run).info["step"] == 3 and signal.signal(number, before) == signal.SIG_DFL
     monkeypatch.setattr(watchdog, "SIGNALS", (signal.SIGHUP,))
@@ -140,7 +140,7 @@ def test_a_signal_saves_and_ends_the_run_unless_it_was_ignored(shapes_dir, tmp_p
     monkeypatch.setattr(
         Watchdog, "stop_point", lambda self, place: (signal.raise_signal(signal.SIGHUP), stop_point(self, place))
     )
-    assert attempt(*micro_run(shapes_dir, tmp_path / "nohup"))[0] == 0
+    assert attempt(*micro_run(shapes_dir, tmp_path / "nohup", *quick))[0] == 0
     signal.signal(signal.SIGHUP, before)
 
 

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import tarfile
-import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -275,13 +274,6 @@ def test_a_list_in_a_sub_folder_names_files_there(tmp_path):
     line = '{"file_name": "a.png", "text": "a cat"}'
     put(tmp_path, {"train/metadata.jsonl": line, "train/a.png": PNG, "a.png": PNG})
     assert outcome(tmp_path) == [("train/a.png", "= a cat"), ("a.png", "not in train/metadata.jsonl")]
-
-
-def test_a_name_in_a_list_fits_a_file_of_another_system(tmp_path):
-    names = [unicodedata.normalize(form, "é.png") for form in ("NFC", "NFD")]
-    rows = [json.dumps({"file_name": name, "text": name}) for name in names]
-    put(tmp_path, {"metadata.jsonl": "\n".join(rows)} | dict.fromkeys(names, PNG))
-    assert [found for _, found in outcome(tmp_path)] == [f"= {name}" for name in names]
 
 
 def test_lists_that_say_nothing_are_refused(tmp_path):

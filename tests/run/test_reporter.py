@@ -34,7 +34,7 @@ def test_what_went_first_is_blamed():
         assert ("--compute.attention=flash" in refusal(require_finite, [flags], kernel, kind=Fault)) == names_it
 
 
-def test_a_board_that_fails_is_told_once_and_left(micro, capsys):
+def test_a_board_or_a_picture_that_fails_is_told_in_one_line(micro, capsys):
     report = Reporter(micro, SimpleNamespace(rank=0), lambda line: None)
     report.board = Mock()
     report.board.add_scalar.side_effect = FileNotFoundError(errno.ENOENT, "No such file", "tensorboard")
@@ -42,10 +42,6 @@ def test_a_board_that_fails_is_told_once_and_left(micro, capsys):
         report._curves(12, {"train/loss": 1.0})
     report.close()
     assert capsys.readouterr().out.count("TensorBoard's curves NOT drawn: [Errno 2] No such file") == 1
-
-
-def test_what_a_picture_raises_becomes_one_line(micro, capsys):
-    report = Reporter(micro, SimpleNamespace(rank=0), lambda line: None)
     for error in (Refusal("no place"), OSError(errno.ENOSPC, "No space left", "loss.png"), ValueError("broken PNG")):
         with report.spare("loss.png"):
             raise error
