@@ -35,7 +35,10 @@ class Outcomes:
         found = set()
         begun: Counter[str] = Counter()
         for text in self.path.read_text().splitlines() if self.path.exists() else []:
-            line = files.json_object(text) or {"test": "", "outcome": ""}  # a killed process may leave half a line
+            line = files.json_object_or_empty(text) or {
+                "test": "",
+                "outcome": "",
+            }  # a killed process may leave half a line
             if line["outcome"] == BEGUN:
                 begun[line["test"]] += 1
             else:

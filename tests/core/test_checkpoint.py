@@ -196,7 +196,7 @@ def put_room(patch: pytest.MonkeyPatch, free: Callable[[Path], float], total: in
 @pytest.fixture
 def trains(shapes_dir, attempt) -> Callable:
     """trains(run, *overrides) trains here; returns the exit code, stdout, and the line of what went wrong."""
-    return lambda run, *overrides: attempt(*micro_run(shapes_dir, run, *overrides))
+    return lambda run, *overrides: attempt(*micro_run(shapes_dir, run, "--data.val=", *overrides))
 
 
 def test_a_fault_does_not_cost_the_checkpoint_that_is_being_saved(trains, tmp_path, monkeypatch):

@@ -101,26 +101,23 @@ def give(patch: pytest.MonkeyPatch, **values: str | None) -> None:
         patch.setenv(name, value) if value is not None else patch.delenv(name, raising=False)
 
 
-def test_a_rank_has_one_thread_torchs_first_program_for_nccl_and_no_registered_buffers_unless_the_user_asks(
-    monkeypatch,
-):
-    """Registered collectives on one communicator may also stall: github.com/NVIDIA/nccl, issue 2389."""
+SETTINGS = {  # of a rank's environment
+    "TORCH_DIST_USE_NCCL2": "0",  # torch's first program for NCCL
+    "NCCL_GRAPH_REGISTER": "0",  # registered collectives may stall: github.com/NVIDIA/nccl, issue 2389
+    "GPU_MAX_HW_QUEUES": "2",
+    "HSA_NO_SCRATCH_RECLAIM": "1",
+}
+
+
+def test_a_rank_has_one_thread_and_settings_of_its_own_unless_the_user_asks(monkeypatch):
     taken = []
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
-    for asked, threads in ((None, None), ("1", "9")):
-        give(monkeypatch, TORCH_DIST_USE_NCCL2=asked, NCCL_GRAPH_REGISTER=asked, OMP_NUM_THREADS=threads)
+    for asked, want in ((None, SETTINGS), ("4", dict.fromkeys(SETTINGS, "4"))):
+        give(monkeypatch, OMP_NUM_THREADS=asked, **dict.fromkeys(SETTINGS, asked))
         for one_thread in (True, False):
             started(one_thread)
-        assert os.environ["TORCH_DIST_USE_NCCL2"] == os.environ["NCCL_GRAPH_REGISTER"] == (asked or "0")
+        assert want.items() <= os.environ.items()
     assert taken == [1]
-
-
-def test_a_rank_on_amd_has_two_queues_and_keeps_its_scratch_unless_the_user_asks(monkeypatch):
-    names = ("GPU_MAX_HW_QUEUES", "HSA_NO_SCRATCH_RECLAIM")
-    for given, want in ((None, "21"), ("4", "44")):
-        give(monkeypatch, **dict.fromkeys(names, given))
-        started()
-        assert [os.environ[name] for name in names] == list(want), given
 
 
 def test_a_rank_may_open_as_many_files_as_the_system_allows(monkeypatch):

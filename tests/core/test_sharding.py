@@ -94,7 +94,7 @@ def test_kept_weights_are_gathered_once_a_step_and_change_no_bit(measured, size)
     """Whatever is freed is gathered for every forward and every backward."""
     cfg = micro_config()
     regions = cfg.model.double_blocks + cfg.model.single_blocks
-    micros = cfg.train.global_batch // size
+    micros = rank_runs.MICRO_BATCHES[size]
     want = measured[size]["accumulated"]
     for name, kept in (("accumulated", 0), ("accumulated, kept gathered", regions), ("accumulated, some kept", 2)):
         found = measured[size][name]

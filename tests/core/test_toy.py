@@ -56,12 +56,12 @@ def test_held_out_has_each_colour_and_shape_once_and_training_has_the_rest():
 
 def test_the_set_has_keys_timesteps_and_captions_and_training_never_shows_what_validation_asks_for(shapes_dir, micro):
     metas = {}
-    for split, count in (("train", micro.data.train_samples), ("val", micro.data.val_samples)):
+    for split, count in (("train", micro.data.expected_train_samples), ("val", micro.data.expected_val_samples)):
         stored = opened(shapes_dir / split)
         metas[split] = [meta for meta, _ in stored]
         assert [meta.key for meta in metas[split]] == [f"{split}_{i:08d}" for i in range(count)]
     assert {meta.timestep for meta in metas["train"]} == {None}
-    assert [meta.timestep for meta in metas["val"]] == [i % 8 for i in range(micro.data.val_samples)]
+    assert [meta.timestep for meta in metas["val"]] == [i % 8 for i in range(micro.data.expected_val_samples)]
     held_out = {drawing.caption for drawing in toy.held_out()}
     assert {meta.caption for meta in metas["val"]} <= held_out
     assert not held_out & {meta.caption for meta in metas["train"]}
@@ -97,7 +97,7 @@ def test_a_set_is_made_once_and_whole_or_not_at_all(micro, tmp_path, monkeypatch
     toy.ensure(cfg)
     beside.join()
     assert {path.name for path in new.iterdir()} == {".set.lock", "set", other.name} and len(made) == 1
-    assert len(opened(new / "set" / "train")) == micro.data.train_samples
+    assert len(opened(new / "set" / "train")) == micro.data.expected_train_samples
     assert commands.main(["shapes", f"--config={MICRO}", f"--out={tmp_path / 'made'}"]) == 0
     assert contents(tmp_path / "made" / "train") == contents(new / "set" / "train")
     assert commands.main(["shapes", f"--config={MICRO}", f"--out={tmp_path / 'made'}"]) == 2

@@ -22,7 +22,7 @@ from flux_ref.pictures.artist import Artist
 from flux_ref.ranks import World
 from flux_ref.trainer import TrainState
 
-STEPS, EVALUATE_EVERY = 12, 3
+STEPS, EVALUATE_EVERY = 8, 2
 
 
 def everything(state: TrainState) -> dict[str, Tensor]:

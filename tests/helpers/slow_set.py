@@ -6,7 +6,7 @@ from pathlib import Path
 from flux_ref import cli, config, toy
 from train import main as train
 
-MAKES_S = 5.0
+MAKES_S = 10.0
 
 
 def main(*argv: str) -> int:

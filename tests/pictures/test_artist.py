@@ -109,7 +109,7 @@ def test_the_net_has_the_tensors_of_the_public_file():
 
 # A training with pictures
 
-PICTURES = ["--pictures.count=4", "--pictures.steps=2", "--pictures.every_samples=20"]  # 24 in whole steps
+PICTURES = ["--pictures.count=2", "--pictures.steps=2", "--pictures.every_samples=20"]  # 24 in whole steps
 
 
 def test_training_does_not_notice_pictures_nor_a_signal_in_one(shapes_dir, tmp_path, monkeypatch):

@@ -118,14 +118,6 @@ def test_a_block_in_parts_gives_the_bits_of_the_plain_one_in_every_layout():
         assert all(map(torch.equal, computed(True, *case), computed(False, *case))), case
 
 
-def test_a_compiler_follows_linears_with_and_without_gradients():
-    """Validation has none. One linear takes two parts."""
-    for preset, has_gradients in product(("fp8", "fp8_delayed"), (False, True)):
-        net = fp8_net.Net("cpu", preset)
-        with torch.set_grad_enabled(has_gradients):
-            assert torch.equal(torch.compile(net, backend="eager", fullgraph=True)(randn(64, 64)), net(randn(64, 64)))
-
-
 def test_every_device_with_fp8_has_its_formats_and_layouts(monkeypatch):
     ocp = (torch.float8_e4m3fn, torch.float8_e5m2)
     fnuz = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import tarfile
-import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from colour_profiles import INKS, LINEAR_GREY, PRIMARIES, coloured
 from conftest import refusal
-from PIL import Image, ImageCms, PngImagePlugin
+from PIL import Image, ImageCms
 from torchvision.transforms import InterpolationMode, v2
 
 from flux_ref import cli
@@ -122,15 +121,6 @@ def test_pictures_of_all_forms_show_what_they_show_to_people():
     assert distance(pixels(saved(drawn(120, 300)), 32, 48), shown) == 0, "a shape that is no square"
 
 
-def test_a_gamma_without_a_profile_is_left_aside_and_one_line_says_so(capsys):
-    cli.notice.cache_clear()
-    for gamma, lines in ((45_455, 0), (100_000, 1), (55_556, 0)):
-        chunk = PngImagePlugin.PngInfo()
-        chunk.add(b"gAMA", gamma.to_bytes(4))
-        assert distance(pixels(saved(drawn(256, 256), pnginfo=chunk)), drawn(256, 256)) == 0
-        assert capsys.readouterr().err.count("without their gAMA\n") == lines
-
-
 WHOLE = saved(drawn(300, 200))
 BAD = {  # reason, content
     "not a picture": [b"", b"this is no picture\n" * 20, saved(drawn(80, 80), "TIFF"), WHOLE[:40]],
@@ -203,7 +193,11 @@ def put(folder: Path, contents: dict[str, bytes | str]) -> Path:
 
 def outcome(folder: Path, column: str = "text") -> list[tuple[str, str]]:
     """Name and caption, or why it is rejected, of each picture."""
-    found = [picture for part in pictures.parts_of(folder, pictures.find(folder), column, 3) for picture in part()]
+    found = [
+        picture
+        for part in pictures.split_into_parts(folder, pictures.list_files(folder), column, 3)
+        for picture in part()
+    ]
     return [(picture.name, caption_of(picture)) for picture in found]
 
 
@@ -280,13 +274,6 @@ def test_a_list_in_a_sub_folder_names_files_there(tmp_path):
     line = '{"file_name": "a.png", "text": "a cat"}'
     put(tmp_path, {"train/metadata.jsonl": line, "train/a.png": PNG, "a.png": PNG})
     assert outcome(tmp_path) == [("train/a.png", "= a cat"), ("a.png", "not in train/metadata.jsonl")]
-
-
-def test_a_name_in_a_list_fits_a_file_of_another_system(tmp_path):
-    names = [unicodedata.normalize(form, "é.png") for form in ("NFC", "NFD")]
-    rows = [json.dumps({"file_name": name, "text": name}) for name in names]
-    put(tmp_path, {"metadata.jsonl": "\n".join(rows)} | dict.fromkeys(names, PNG))
-    assert [found for _, found in outcome(tmp_path)] == [f"= {name}" for name in names]
 
 
 def test_lists_that_say_nothing_are_refused(tmp_path):

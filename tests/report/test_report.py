@@ -15,11 +15,11 @@ from conftest import MICRO
 from mlperf_logging.rcp_checker import rcp_checker
 from mlperf_logging.result_summarizer.result_summarizer import _compute_strong_score_standalone
 
-from flux_ref import cli, config_file, mlperf_closed
+from flux_ref import cli, config_file
 from flux_ref.config import MllogConfig
 from flux_ref.mlperf_log import RESUMED
 from tools.report import __main__ as report
-from tools.report import official, page, result_log, score
+from tools.report import official, result_log, score
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def judged(folder, ruleset=MllogConfig.ruleset, points=None):
 def change(path, old: str, new: str) -> None:
     text = path.read_text()
     assert re.search(old, text), old
-    path.write_text(re.sub(old, new, text))
+    path.write_text(re.sub(old, new, text, count=1))
 
 
 def test_a_valid_system_scores_as_mlperf_logging_says(results, tmp_path, monkeypatch):
@@ -236,14 +236,3 @@ def test_the_page_and_the_figures(capsys, tmp_path):
     assert "<svg" in content and not re.search("<(script|img|link|iframe|object|b)\\b", content)
     first, _ = json.loads((out / "figures.json").read_text())["systems"]
     assert first["runs"][0]["minutes"] > 90 and first["convergence"]["passed"] is None
-
-
-def test_the_chart_shows_the_figures(results):
-    """What is drawn, read back from matplotlib's axes: curves, target, band."""
-    system = judged(results)
-    system.name = "_a"  # matplotlib leaves out labels that begin so
-    (figure,) = page.charts([system])
-    drawn = [list(zip(*line.get_data())) for line in figure.axes[0].lines]
-    band = [(point.samples, point.median) for point in mlperf_closed.load_public_curve(1024)]
-    assert drawn == [*(run.val_curve for run in system.runs), [(0, 0.586), (1, 0.586)], band]
-    assert figure.axes[0].get_legend_handles_labels()[1] == [" _a", "target 0.586", "public runs"]

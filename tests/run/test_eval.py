@@ -154,15 +154,6 @@ def test_each_drawing_is_a_new_file_in_its_run_or_here(run, exported, evaluate, 
     assert Path(here).read_bytes() == first.read_bytes()  # of the same weights
 
 
-def test_a_list_holds_a_prompt_on_each_line_and_only_newlines_end_lines(run, evaluate, monkeypatch, tmp_path):
-    prompts = ["a cat\u2028on\x85a\x0bmat", "a\x1ddog"]  # str.splitlines would end a line at each of these
-    (tmp_path / "list.txt").write_bytes(f"\r\n {prompts[0]} \r\n\r\n{prompts[1]}".encode())
-    drawn = []
-    monkeypatch.setattr(artist, "save", lambda pictures, captions, path: drawn.extend(captions))
-    evaluate(run, f"--prompts={tmp_path}/list.txt", "--steps=1", "--draw-only")
-    assert drawn == prompts
-
-
 def test_a_prompt_draws_as_its_stored_caption_and_guidance_takes_the_empty_one(run, evaluate, monkeypatch):
     drawn = []
     monkeypatch.setattr(artist, "save", lambda pictures, captions, path: drawn.append((captions, np.stack(pictures))))

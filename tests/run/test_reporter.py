@@ -34,7 +34,7 @@ def test_what_went_first_is_blamed():
         assert ("--compute.attention=flash" in refusal(require_finite, [flags], kernel, kind=Fault)) == names_it
 
 
-def test_a_board_that_fails_is_told_once_and_left(micro, capsys):
+def test_a_board_or_a_picture_that_fails_is_told_in_one_line(micro, capsys):
     report = Reporter(micro, SimpleNamespace(rank=0), lambda line: None)
     report.board = Mock()
     report.board.add_scalar.side_effect = FileNotFoundError(errno.ENOENT, "No such file", "tensorboard")
@@ -42,10 +42,6 @@ def test_a_board_that_fails_is_told_once_and_left(micro, capsys):
         report._curves(12, {"train/loss": 1.0})
     report.close()
     assert capsys.readouterr().out.count("TensorBoard's curves NOT drawn: [Errno 2] No such file") == 1
-
-
-def test_what_a_picture_raises_becomes_one_line(micro, capsys):
-    report = Reporter(micro, SimpleNamespace(rank=0), lambda line: None)
     for error in (Refusal("no place"), OSError(errno.ENOSPC, "No space left", "loss.png"), ValueError("broken PNG")):
         with report.spare("loss.png"):
             raise error
@@ -75,17 +71,6 @@ def test_in_a_log_file_a_bar_has_lines_of_its_own_and_messages_stand_as_they_are
         assert words in line, (line, words)
 
 
-def test_a_sheet_at_the_end_is_judged_once_though_the_run_was_killed_behind_it(shapes_dir, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    argv = micro_run(shapes_dir, run, "--pictures.count=2", "--pictures.steps=1", "--pictures.every_samples=24")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Reporter, "conclude", Mock(side_effect=Fault("struck")))
-        assert called("train.py", *argv) == 3
-    assert called("train.py", *argv) == 0
-    assert [record["samples"] for record in lines(run, "pictures.jsonl")] == [24, 48, 60]
-
-
 def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_dir, tmp_path, monkeypatch):
     run = tmp_path / "run"
     own = ("--train.log_every_samples=12", "--pictures.count=2", "--pictures.steps=1", "--pictures.every_samples=24")
@@ -110,10 +95,6 @@ def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_
     by_time = [evaluation | {"val_loss": evaluation["val_loss_per_timestep"][3]} for evaluation in evaluations]
     wanted = {f"train/{name}": (records, name) for name in records[0] if name not in ("step", "samples")}
     wanted |= {"validation/loss": (evaluations, "val_loss"), "validation by t/t=3_8": (by_time, "val_loss")}
-    judged = lines(run, "pictures.jsonl")
-    assert [record["samples"] for record in judged] == [24, 48, 60]
-    shares = [record | {"share": record["right"] / (record["right"] + len(record["wrong"]))} for record in judged]
-    wanted |= {"pictures/right": (shares, "share")}
     for tag, (rows, name) in wanted.items():
         shown = np.unique([(event.step, event.value) for event in board.Scalars(tag)], axis=0)
         assert np.allclose(shown, [(row["samples"], row[name]) for row in rows], rtol=1e-6), tag

@@ -6,13 +6,14 @@ import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 
 import pytest
 from conftest import MICRO, PYTHONPATH, called, micro_run
 from other_values import with_another
 from precision_ranks import SIZES
-from run_files import contents, flip, left_in, require_equal_runs, saved_steps
+from run_files import contents, flip, left_in, saved_steps
 
 from flux_ref import checkpoint, config, config_file, files, ranks, run_folder
 from flux_ref.cli import Refusal
@@ -46,18 +47,26 @@ def put_checkpoints(cfg: Config, place: Path) -> None:
 
 
 def put(cfg: Config, state: str, loss: float | None = 0.5) -> Path:
-    """Bring the folder of a config into a state. loss: at the end of a finished run."""
+    """Bring the folder of a config into a state of LIFE. loss: at the end of a finished run."""
     place = config.run_dir(cfg)
-    if state != "absent":
-        place.mkdir()
+    if state == "absent":
+        return place
+    place.mkdir()
     if state == "foreign":
         (place / "notes.txt").write_text("of somebody else")
-    if state in ("begun", "saved", "finished", "unsaved"):
-        (place / "config.toml").write_text(config_file.dump(cfg))
-    if state in ("saved", "finished"):
-        put_checkpoints(cfg, place)
+    if state in ("empty", "foreign"):
+        return place
+    own = config_file.replace(cfg, train__seed=int(state == "of another seed"))
+    if state != "without its config":
+        (place / "config.toml").write_text(config_file.dump(own))
+    if state not in ("begun", "unsaved"):
+        put_checkpoints(own, place)
     if state in ("finished", "unsaved"):
         (place / "outcome.json").write_text(json.dumps({"samples": 48, "val_loss": loss}))
+    if state == "damaged":
+        flip(place / NEWEST, 30)
+    if state == "of older code":
+        (place / NEWEST).write_text('{"info": {}, "tensors": {}, "crc32": 1}')
     return place
 
 
@@ -74,31 +83,52 @@ def outcome(cfg: Config, world: World, begins: bool = False, sizes: dict[str, in
         return str(refusal)
 
 
-OUTCOMES = {
-    "absent": "anew",
-    "empty": "anew",
-    "begun": "anew",
-    "saved": "from step_000000004",
-    "finished": "holds a finished run; raise train.max_samples",
-    "unsaved": "holds a finished run; raise",
-    "foreign": "holds files but no run; set run.dir to another folder",
+NEWEST = f"checkpoints/step_000000004/{checkpoint.MANIFEST}"
+ASIDE = "anew; the run that was in"
+LIFE = {  # by state: what the same command does, and with run.start_fresh=true
+    "absent": ("anew", "anew"),
+    "empty": ("anew", "anew"),
+    "foreign": ("holds files but no run; set run.dir", "holds files but no run; set run.dir"),
+    "begun": (ASIDE, ASIDE),
+    "saved": ("from step_000000004", ASIDE),
+    "finished": ("holds a finished run; raise train.max_samples", ASIDE),
+    "unsaved": ("holds a finished run; raise", ASIDE),
+    "of another seed": ("another config or data: train.seed=0, there 1", ASIDE),
+    "damaged": ("is missing or damaged", ASIDE),
+    "without its config": ("from step_000000004", ASIDE),
+    "of older code": ("has format None, not 3; continue its run with the code", ASIDE),
+    "in use": ("in use by another job", "in use by another job"),
 }
 
 
-def test_what_becomes_of_a_folder_and_nothing_changes_before_the_run_begins(cfg, world):
-    for state, want in OUTCOMES.items():
-        own = config_file.replace(cfg, run__dir=f"{cfg.run.dir}_{state}")
+def test_the_life_of_a_folder_is_the_table_of_its_module(cfg, world):
+    """What is refused is unchanged, as is what another start only looks at. What is moved aside is whole."""
+    wrong = []
+    for number, (state, fresh) in enumerate(product(LIFE, (False, True))):
+        own = config_file.replace(cfg, run__dir=f"{cfg.run.dir}_{number}", run__start_fresh=fresh)
         place = put(own, state)
-        before = contents(place)
-        assert want in outcome(own, world)
-        assert contents(place) == before and place.exists() == (state != "absent")
-        if want in ("anew", "from step_000000004"):
-            reason = "has no checkpoint to go on from, so this run begins anew; it lies in"
-            aside = f"; the run that was in {place} {reason} {place}.1" if state == "begun" else ""
-            assert outcome(own, world, begins=True) == want + aside
-            kept = sorted(path.name for path in place.glob("checkpoints/*"))
-            assert kept == (["step_000000002", "step_000000004"] if state == "saved" else [])
-            assert config.flat(config_file.load(place / "config.toml")) == config.flat(own)
+        aside, before, want = Path(f"{place}.1"), contents(place), LIFE[state][fresh]
+        with ExitStack() as stack:
+            if state == "in use":
+                stack.enter_context(files.lock(place / run_folder.LOCK, "by another job"))
+            outcome(own, world)
+            right = [contents(place) == before]
+            if want in ("from step_000000004", ASIDE):  # what a kill has left
+                (place / f".x.png.2{files.PARTIAL}").touch()
+            found = outcome(own, world, begins=True)
+        right += [want in found, aside.exists() == (want == ASIDE), not left_in(place) + left_in(aside)]
+        kept = saved_steps(place)
+        if want in ("anew", "from step_000000004", ASIDE):
+            plain = config_file.replace(own, run__start_fresh=False)
+            right.append(config.flat(config_file.load(place / "config.toml")) == config.flat(plain))
+            right.append(kept == ([2, 4] if want.startswith("from") else []))
+            right.append(want != ASIDE or contents(aside) == before)
+            right.append(("no checkpoint to go on from" in found) == (state == "begun" and not fresh))
+        else:
+            right.append(contents(place) == before)
+        if not all(right):
+            wrong.append((state, fresh, found, right))
+    assert wrong == []
 
 
 def test_overwriting_renames_the_old_run_and_loses_nothing(cfg, world, monkeypatch):
@@ -143,9 +173,9 @@ def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg,
 def test_a_damaged_record_is_refused_before_a_record_goes(cfg, world):
     place = put(cfg, "saved")
     (place / "metrics.jsonl").write_text('{"samples": 48, "loss": 1}\n{"samples": 60, "loss": 1}\n')
-    (place / "pictures.jsonl").write_text("half of\n")
+    (place / "eval.jsonl").write_text("half of\n")
     before = contents(place)
-    with pytest.raises(Refusal, match=r"pictures\.jsonl, line 1 is no record"):
+    with pytest.raises(Refusal, match=r"eval\.jsonl, line 1 is no record"):
         Reporter(cfg, world, print).resume({"step": 4, "samples": 48, "unwritten": []})
     assert contents(place) == before
 
@@ -191,82 +221,6 @@ def whole(shapes_dir, tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("whole") / "run"
     assert called("train.py", *micro_run(shapes_dir, place)) == 0
     return place
-
-
-def in_state(whole: Path, place: Path, state: str) -> None:
-    """Bring a folder into a state, from a finished run."""
-    if state == "foreign":
-        place.mkdir()
-        (place / "notes.txt").write_text("of somebody else")
-    if state in ("absent", "foreign"):
-        return
-    shutil.copytree(whole, place)
-    last = checkpoint.list_checkpoints(place)[-1]
-    if state != "finished":
-        (place / "outcome.json").unlink()
-    if state == "without its config":
-        (place / "config.toml").unlink()
-    if state in ("unfinished", "without its config", "of another seed", "in use"):
-        shutil.rmtree(last)
-    if state == "without a checkpoint":
-        shutil.rmtree(last.parent)
-    if state == "damaged":
-        flip(last / checkpoint.MANIFEST, 300)
-    if state == "of older code":
-        (last / checkpoint.MANIFEST).write_text('{"info": {}, "tensors": {}, "crc32": 1}')
-    for name in (".config.toml.1", "samples/.x.png.2", "checkpoints/.step_000000001"):
-        left = place / f"{name}.flux_ref_partial"
-        left.parent.mkdir(exist_ok=True)
-        left.write_text("half of")
-
-
-LIFE = {  # by state: what the same command does, and with run.start_fresh=true
-    "absent": ("begins", "begins"),
-    "foreign": ("holds files but no run", "holds files but no run"),
-    "without a checkpoint": ("moves aside", "moves aside"),
-    "unfinished": ("goes on", "moves aside"),
-    "finished": ("holds a finished run", "moves aside"),
-    "of another seed": ("another config or data: train.seed=0, there 1", "moves aside"),
-    "damaged": ("is missing or damaged", "moves aside"),
-    "without its config": ("goes on", "moves aside"),
-    "of older code": ("has format None, not 2; continue its run with the code", "moves aside"),
-    "in use": ("in use by another job", "in use by another job"),
-}
-
-
-@pytest.mark.slow
-def test_the_life_of_a_folder_is_the_table_of_its_module(whole, shapes_dir, tmp_path, attempt):
-    """A finished run ends like the whole one, whatever came before; what is refused is unchanged."""
-    wrong = []
-    for state, outcomes in LIFE.items():
-        for overwrite, want in zip(("false", "true"), outcomes):
-            place = tmp_path / f"{state} {overwrite}"
-            in_state(whole, place, state)
-            seed = (f"--train.seed={int(state == 'of another seed')}",)
-            if state == "of another seed":
-                shutil.rmtree(place)
-                assert attempt(*micro_run(shapes_dir, place), *seed)[0] == 0
-            before = contents(place)
-            argv = (*micro_run(shapes_dir, place), f"--run.start_fresh={overwrite}")
-            with ExitStack() as stack:
-                if state == "in use":
-                    stack.enter_context(files.lock(place / run_folder.LOCK, "by another job"))
-                code, out, line = attempt(*argv)
-            aside = Path(f"{place}.1")
-            if code:
-                found = [code == 2 and want in line, contents(place) == before, not aside.exists()]
-            else:
-                require_equal_runs(place, whole)
-                goes_on = "resume  the run in this folder, from step 3" in out
-                found = [
-                    saved_steps(place) == [3, 5],
-                    goes_on == (want == "goes on"),
-                    not left_in(place) + left_in(aside),
-                ]
-                found += [aside.exists() == (want == "moves aside")]
-            if not all(found):
-                wrong.append((state, overwrite, code, line, found))
-    assert not wrong
 
 
 @pytest.mark.slow

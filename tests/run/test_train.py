@@ -24,7 +24,7 @@ FILES = {
     *("metrics.jsonl", "outcome.json", "result_0.txt"),
     *(["tensorboard"] if importlib.util.find_spec("tensorboard") else []),
 }
-PICTURES = {"samples", "pictures.jsonl"}
+PICTURES = {"samples"}
 
 
 def names(folder: Path) -> set[str]:
@@ -155,11 +155,14 @@ def test_no_group_is_made_after_run_start(run, monkeypatch):
 
 
 def test_a_refusal_leaves_no_folder(run, capsys):
-    pictures = ("--data.train_samples=0", "--pictures.count=1", "--pictures.vae=none.safetensors")
+    pictures = ("--data.expected_train_samples=0", "--pictures.count=1", "--pictures.vae=none.safetensors")
     for options, words in (
-        (("--data.val_samples=46",), "holds 45 samples, data.val_samples=46 asks for 46"),
+        (("--data.expected_val_samples=46",), "holds 45 samples, data.expected_val_samples=46 asks for 46"),
         (("--compute.cuda_graphs=on",), "compute.cuda_graphs=on cannot be honoured: a device of type cpu"),
-        (("--data.val_samples=0", *pictures), "autoencoder none.safetensors is no file"),  # looked at before training
+        (
+            ("--data.expected_val_samples=0", *pictures),
+            "autoencoder none.safetensors is no file",
+        ),  # looked at before training
     ):
         assert not run("--data.kind=embeddings", *options, code=2).exists()
         assert words in capsys.readouterr().err
@@ -180,7 +183,7 @@ def test_what_fails_after_training_does_not_take_the_run_with_it(run, monkeypatc
 FIRST_TINY = "--model.single_blocks=2 --train.global_batch=60 --train.timestep_sampling=uniform"
 FIRST_RATE = "--optim.lr=3e-3 --optim.decay_end_step=0 --optim.weight_decay=0.1"
 SHORT = "--train.max_samples=360 --train.log_every_samples=60 --eval.every_samples=360 --pictures.count=0"
-FEW = "--data.train_samples=240 --data.val_samples=72 --checkpoint.save=false"
+FEW = "--data.expected_train_samples=240 --data.expected_val_samples=72 --checkpoint.save=false"
 
 
 def test_the_tiny_that_older_figures_are_of_gives_its_losses(tmp_path, monkeypatch):

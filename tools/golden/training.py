@@ -192,7 +192,7 @@ def batches(cfg: Config, rank: int = 0, size: int = 1, first: int = 0) -> Iterat
     with closing(train_set.feed(first * train.global_batch)) as feed:
         for number in count(first):
             dataloader.copy_next(feed, batch)
-            rows = drawn_at(dataloader.rank_slice(cfg, number, rank, size), cfg.data.train_samples, train)
+            rows = drawn_at(dataloader.rank_slice(cfg, number, rank, size), cfg.data.expected_train_samples, train)
             yield rows | {"t": batch["t"].numpy().copy()}, batch
 
 

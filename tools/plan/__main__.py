@@ -58,7 +58,9 @@ def main(argv: list[str]) -> int:
     one = plan.make(cfg, machine)
     label = cfg.precision.preset if precision == "fp8" else cfg.compute.dtype
     fits = one.total <= one.card
-    disk = dataset.sample_layout(cfg.model).stride * ((cfg.data.train_samples or TRAIN_SAMPLES) + one.val_samples)
+    disk = dataset.sample_layout(cfg.model).stride * (
+        (cfg.data.expected_train_samples or TRAIN_SAMPLES) + one.val_samples
+    )
     checkpoint = checkpoint_bytes(cfg) * one.layout.parameters
 
     lines = [

@@ -1,7 +1,7 @@
 """Memory of one rank through a training step, by part: what FSDP2, autograd and the optimizer hold.
 
-communication.py says how the weights are split into shards, footprint.py what the regions keep and need. A card must
-hold the fullest instant.
+flops_and_bytes.py says how the weights are split into shards, region_costs.py what the regions keep and need. A card
+must hold the fullest instant.
 """
 
 from dataclasses import dataclass

@@ -101,7 +101,7 @@ def planned(cfg: Config, machine: Machine, footprints: Footprints) -> Plan:
         )
         times = replace(times, step=max(times.step, host))
 
-    val_samples = (cfg.data.val_samples or VAL_SAMPLES) if cfg.data.val else 0
+    val_samples = (cfg.data.expected_val_samples or VAL_SAMPLES) if cfg.data.val else 0
     reference = samples_to_target(cfg) if val_samples else None
     samples = reference or cfg.train.max_samples
     every = schedule.steps_for(cfg.eval.every_samples, cfg.train.global_batch) * cfg.train.global_batch
@@ -160,7 +160,7 @@ def warnings(one: Plan) -> list[str]:
     if one.total > one.card:
         lines.append(f"memory: {one.total / GB:.0f} GB do not fit {one.card / GB:g} GB")
 
-    departures = mlperf_closed.departures(cfg, cfg.data.train_samples or TRAIN_SAMPLES, one.val_samples)
+    departures = mlperf_closed.departures(cfg, cfg.data.expected_train_samples or TRAIN_SAMPLES, one.val_samples)
     if len(departures) < 5:  # else it is no benchmark run, and nobody takes it for one
         lines += [f"no benchmark result: {text}" for text in departures]
     if one.host >= one.times.step:

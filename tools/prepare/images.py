@@ -204,11 +204,11 @@ def run(args: Namespace) -> int:
         if world.size == 1:  # with more, torchrun ends the others after an error
             stack.callback(ranks.stop)
         with agreed():
-            listed = captioned.find(args.input) if world.rank == 0 else []
+            listed = captioned.list_files(args.input) if world.rank == 0 else []
         listed = ranks.gather_objects(listed)[0]
         folder = common.partial_of(args.output)
         with agreed():
-            parts = captioned.parts_of(args.input, listed, args.caption_column, PER_PART)
+            parts = captioned.split_into_parts(args.input, listed, args.caption_column, PER_PART)
             _require_enough(args, parts)
             if world.rank == 0:  # for all
                 stack.enter_context(common.growing(args.output, _made_from(args, model, listed)))
