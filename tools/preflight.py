@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import median_high
 from time import perf_counter
 
@@ -160,8 +160,8 @@ def judge(names: list[str], what: str, speeds: list[float], slow: float) -> tupl
     _, unit, remedy = KINDS[what]
     measured = [speed for speed in speeds if speed >= 0]
     median = median_high(measured)
-    bad = {name: speed for name, speed in zip(names, speeds) if 0 <= speed <= slow * median}
     lines = [f"{what}: the median {median:.3g} {unit}, the lowest {min(measured):.3g}"]
+    bad = {name: speed for name, speed in zip(names, speeds) if 0 <= speed <= slow * median}
     for name, speed in bad.items():
         lines.append(f"preflight: {name}: {what} {speed:.3g} {unit}, the median {median:.3g}; {remedy}")
     return lines, {*bad}
@@ -203,16 +203,12 @@ def check(argv: list[str]) -> int:
         alive.share(world.store)
         names = ranks.gather_objects(os.environ.get("SLURMD_NODENAME", os.uname().nodename))
         found = survey(world, args.wait, alive.mark)
-    lines: list[str] = []
-    bad: set[str] = set()
-    for what, speeds in found.items():
-        told, unfit = judge(names, what, speeds, args.slow)
-        lines += told
-        bad |= unfit
+    told, unfit = zip(*(judge(names, what, speeds, args.slow) for what, speeds in found.items()))
+    bad = set().union(*unfit)
     verdict = f"bad nodes: {','.join(sorted(bad))}" if bad else "all nodes are fit"
     medians = {what: median_high(speed for speed in speeds if speed >= 0) for what, speeds in found.items()}
     if world.rank == 0:
-        json_option.show("\n".join([*lines, f"preflight: {verdict}"]), rates(world, medians), args.json)
+        json_option.show("\n".join([*chain(*told), f"preflight: {verdict}"]), rates(world, medians), args.json)
     return Fault.exit_code if bad else 0
 
 

@@ -96,9 +96,8 @@ def measured(value: Value, want: np.ndarray, yours: np.ndarray, wrong: np.ndarra
         cause = "a division by 0, a root of a negative number, or exp of a large one"
     worst = wrong  # of an exact value: the first one
     if value.atol or value.rtol:
-        off = np.abs(yours - want)
-        ratio = np.nan_to_num(off / (value.atol + value.rtol * np.abs(want)), nan=np.inf, posinf=np.inf)
-        worst = np.where(wrong, ratio, 0.0)
+        ratio = np.abs(yours - want) / (value.atol + value.rtol * np.abs(want))
+        worst = np.where(wrong, np.nan_to_num(ratio, nan=np.inf, posinf=np.inf), 0.0)
         words += f", up to {worst.max():.3g} x tolerance, rms {rms:.2g}"
     place = tuple(map(int, np.unravel_index(worst.argmax(), worst.shape)))
     return Difference(value, words, f"worst at {list(place)}: yours {yours[place]}, golden {want[place]}", rms, cause)
@@ -115,14 +114,15 @@ def own_losses(golden: Golden, dump: Values) -> Difference | None:
 
     bf16's tolerance would hide how a loss is computed.
     """
-    prediction, losses = dump.get("bf16.prediction"), dump.get("bf16.losses")
     target = golden.arrays["target"]
-    if prediction is None or losses is None or prediction.shape != target.shape:
+    prediction = dump.get("bf16.prediction", target[:0])
+    if "bf16.losses" not in dump or prediction.shape != target.shape:
         return None
     own = np.square(prediction - target.astype(np.float64)).mean((1, 2))
     value = next(value for value in golden.values if value.name == "bf16.losses")
     meaning = "mean squared error of each sample of your own bf16.prediction"
-    return compare(replace(value, rtol=OWN_LOSSES, meaning=meaning, why="a mean in fp32"), own, losses)
+    own_value = replace(value, rtol=OWN_LOSSES, meaning=meaning, why="a mean in fp32")
+    return compare(own_value, own, dump["bf16.losses"])
 
 
 def report(golden: Golden, dump: Values, demands_all: bool) -> int:

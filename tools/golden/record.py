@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.numpy import save
+from safetensors.numpy import save_file
 
 from flux_ref import cli, config_file, ranks
 from flux_ref.cli import Options
@@ -108,21 +108,22 @@ def one_process() -> Iterator[World]:
 def write(folder: Path) -> None:
     """Record all values but the given ones, which stay as they are, into a folder. Raises: Refusal."""
     golden = Golden(FOLDER)
+    given = golden.given()
     rate = config_file.load(FOLDER / CONFIG).optim.lr
     arrays = {}
     entries = []
     for name, (dtype, array) in record().items():
         place = files.place(name)
         old = golden.arrays.get(name, array)
-        if (old.shape, old.dtype) == (array.shape, array.dtype):
-            array = array if is_off(array, old, *place.tolerances(array, rate)).any() else old
+        is_alike = (old.shape, old.dtype) == (array.shape, array.dtype)
+        if is_alike and not is_off(array, old, *place.tolerances(array, rate)).any():
+            array = old
         arrays[name] = array
-        given = name in golden.given()
         about = place.meaning, *place.tolerances(array, rate), place.why, files.inputs_of(name)
-        entries.append(json.dumps(asdict(Value(name, list(array.shape), dtype, given, *about))))
+        entries.append(json.dumps(asdict(Value(name, [*array.shape], dtype, name in given, *about))))
 
     with whole(folder / VALUES) as partial:
-        partial.write_bytes(save(arrays))
+        save_file(arrays, partial)
     head = json.dumps({"sha256": checksum(folder / VALUES), "parameters": golden.parameters})
     lines = ",\n".join(entries)
     write_whole(folder / INDEX, f'{head[:-1]}, "values": [\n{lines}\n]}}\n')

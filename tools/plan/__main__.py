@@ -90,7 +90,7 @@ def memory(one: Plan) -> list[str]:
 
 def beside(one: Plan, report: dict) -> list[str]:
     """The parts of a plan and of a report of bench.step in turn. Raises: Refusal."""
-    planned = {"step": one.times.step, **step_time.parts(one.cfg, one.layout, one.footprints, one.machine)}
+    planned = {"step": one.times.step, **step_time.parts(one.layout, one.footprints, one.machine, one.times)}
     try:
         measured = {"step": report["step_ms"]["median"], **report["parts_ms"]}
         return [

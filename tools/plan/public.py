@@ -36,12 +36,10 @@ class System:
     micro_batch: int
     recomputed: float
     fitted: int
-    runs: int
     step_s: float
     evaluation_s: float
     samples: int
     minutes: float
-    init_s: float
     outlier: str
 
     @property
@@ -52,7 +50,7 @@ class System:
 def systems() -> list[System]:
     lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     kinds = get_type_hints(System)
-    return [System(**{name: kinds[name](text) for name, text in row.items()}) for row in csv.DictReader(lines)]
+    return [System(**{name: kind(row[name]) for name, kind in kinds.items()}) for row in csv.DictReader(lines)]
 
 
 def known() -> list[System]:
@@ -87,8 +85,8 @@ def planned_s(system: System, gemm_share: float | None = None) -> float:
     forward = sum(machine.seconds(footprints[unit.kind].forward) for unit in layout.units)
 
     # Attention and the MLP of a double block and a single block's end, in forward and again in backward.
-    sums = 2 * (2 * cfg.model.double_blocks + cfg.model.single_blocks)
-    tokens = cfg.model.text_tokens + cfg.model.image_tokens
-    stream = 2 * rows * system.tensor_parallel * tokens * cfg.model.hidden
+    model = cfg.model
+    sums = 2 * (2 * model.double_blocks + model.single_blocks)
+    stream = 2 * rows * system.tensor_parallel * (model.text_tokens + model.image_tokens) * model.hidden
     step = step_time.times(cfg, layout, footprints, machine).step
     return step + system.recomputed * forward + 2 * sums * machine.ring(stream, system.tensor_parallel)

@@ -17,7 +17,7 @@ from flux_ref.cli import Refusal
 from flux_ref.config import Config
 from tools.flops_and_bytes import FsdpLayout
 from tools.plan.memory import checkpoint_bytes
-from tools.plan.region_costs import Footprint, Footprints, Pass
+from tools.plan.region_costs import Footprints, Pass
 
 MICRO = 1e-6
 TABLE = Path(__file__).with_name("hardware.toml")
@@ -105,7 +105,11 @@ class Machine:
     gpus: int
 
     def seconds(self, work: Pass) -> float:
-        spent = self.moving(work.moved)
+        return self.multiplying(work) + self.moving(work.moved)
+
+    def multiplying(self, work: Pass) -> float:
+        """Seconds of the products alone."""
+        spent = 0.0
         for product in work.products:
             peak = self.gpu.fp8_tflops if product.is_fp8 else self.gpu.bf16_tflops
             spent += max(product.flop / (self.assumed.gemm_share * peak * 1e12), self.moving(product.moved))
@@ -192,17 +196,15 @@ def times(cfg: Config, layout: FsdpLayout, footprints: Footprints, machine: Mach
     )
 
 
-def parts(cfg: Config, layout: FsdpLayout, footprints: Footprints, machine: Machine) -> dict[str, float]:
+def parts(layout: FsdpLayout, footprints: Footprints, machine: Machine, whole: Times) -> dict[str, float]:
     """Seconds of a step by what is done in them. Links work while the card computes."""
-    idle = {kind: Footprint(*(work._replace(moved=0.0) for work in both)) for kind, both in footprints.items()}
-    without = Footprint(*2 * [Pass(0.0, 0.0, 0.0, ())])
-    whole = times(cfg, layout, footprints, machine)
-    products = times(cfg, layout, idle, machine)
-    copies = times(cfg, layout, dict.fromkeys(footprints, without), machine)
+    works = [work for unit in layout.units for work in footprints[unit.kind]]
+    products = layout.micros * sum(map(machine.multiplying, works))
+    elementwise = layout.micros * sum(machine.moving(work.moved) for work in works)
     return {
-        "products": products.compute - copies.compute,
-        "elementwise": whole.compute - products.compute,
-        "copies": copies.compute - whole.optimizer,  # of weights and gradients, by FSDP2
+        "products": products,
+        "elementwise": elementwise,
+        "copies": whole.compute - whole.optimizer - products - elementwise,  # of weights and gradients, by FSDP2
         "links": whole.all_gather + whole.reduce_scatter + whole.all_reduce,
         "optimizer": whole.optimizer,
     }
