@@ -116,13 +116,14 @@ def judge(name: str, paths: list[Path], ruleset: str, points: Path | None = None
     complaints, seeds, convergence = official.check(logs, ruleset, points)
     runs = [measure(log, faults) for log, faults in zip(logs, complaints)]
     system = System(name, runs, convergence, mixtures(runs))
-    counted = [run for run in runs if run.samples_per_s > 0 and not run.faults]
+    counted = [run for run in runs if not run.faults]  # all have a rate
     if counted and not system.reasons:
         is_whole = len(runs) == RUNS and len(counted) >= RUNS - 1
         mean = olympic_mean if is_whole else fmean
         system.samples_to_converge = mean([run.samples for run in counted])
         system.samples_per_s = fmean(run.samples_per_s for run in counted)
-        system.olympic_mean_minutes = mean([run.minutes for run in counted]) if is_whole else nan
+        if is_whole:
+            system.olympic_mean_minutes = mean([run.minutes for run in counted])
 
     failed = [run for run in runs if run.faults]
     if len(runs) != RUNS:
