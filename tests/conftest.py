@@ -44,7 +44,7 @@ PYTHONPATH = os.pathsep.join(
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
+def shared(tmp_path_factory):
     """shared(name, fill): a folder that `fill` fills once for all worker processes of pytest. Tests must not change it.
 
     `fill` is given the folder's path and makes the folder.
@@ -66,7 +66,7 @@ def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
 
 
 @pytest.fixture(scope="session")
-def shapes_dir(shared) -> Path:
+def shapes_dir(shared):
     """A folder of train/, val/ and empty_encodings/ for the micro model."""
     cfg = config_file.load(MICRO)
     return shared("shapes", lambda path: toy.make_shapes(path, cfg))
@@ -81,7 +81,7 @@ def measured(shared, shapes_dir):
 
 
 @pytest.fixture(scope="module")
-def nets(tmp_path_factory) -> Iterator[Path]:
+def nets(tmp_path_factory):
     """A small FLUX.1-schnell for the micro model; tests must not change it. Meanwhile an autoencoder is as small."""
     import small_encoders
 
@@ -95,13 +95,13 @@ def data_overrides(folder: Path) -> list[str]:
     return [f"--data.train={folder}/train", f"--data.val={folder}/val"]
 
 
-def micro_config(data: Path | None = None, **values: object) -> config.Config:
+def micro_config(data: Path | None = None, **values) -> config.Config:
     """The micro config, pointing at a data set, with values such as model__hidden=12."""
     return config_file.replace(config_file.load(MICRO, data_overrides(data) if data else []), **values)
 
 
 @pytest.fixture(scope="session")
-def micro(shapes_dir) -> config.Config:
+def micro(shapes_dir):
     """The micro config, pointing at its data set."""
     return micro_config(shapes_dir)
 
@@ -148,13 +148,13 @@ def trained(run: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
     return {key.removeprefix(prefix): saved.read(key) for key in saved.shapes if key.startswith(prefix)}
 
 
-def require_identical(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+def require_identical(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]):
     """The same names with the same bits."""
     assert found.keys() == want.keys()
     assert [name for name in want if not torch.equal(found[name], want[name])] == []
 
 
-def refusal(call: Callable, *args: object, kind: type[Exception] = Refusal) -> str:
+def refusal(call: Callable, *args, kind: type[Exception] = Refusal) -> str:
     """The one line with which a call is refused."""
     with pytest.raises(kind) as caught:
         call(*args)
@@ -168,7 +168,7 @@ def rank_exit_code(process: subprocess.CompletedProcess) -> int:
     return int(re.search(r"exitcode\s*:\s*(-?\d+)", summary).group(1))
 
 
-def micro_run(data: Path, run: Path, *overrides: object) -> list[str]:
+def micro_run(data: Path, run: Path, *overrides) -> list[str]:
     """The arguments of train.py for a run of the micro model."""
     return [str(MICRO), *data_overrides(data), f"--run.dir={run}", *map(str, overrides)]
 
@@ -181,7 +181,7 @@ def own_settings() -> Iterator[None]:
     torch.compiler.set_stance("default")
 
 
-def called(name: str, *argv: object) -> int:
+def called(name: str, *argv) -> int:
     """The exit code of train.py or eval.py, run inside this process to save the start of torch."""
     main = importlib.import_module(name.removesuffix(".py")).main
     with own_settings():
@@ -199,10 +199,10 @@ def the_line(stderr: str, name: str = "train.py") -> str:
 
 
 @pytest.fixture
-def attempt(capsys) -> Callable:
+def attempt(capsys):
     """attempt(*argv, name="train.py") runs a script here, on one rank; returns (exit code, stdout, its complaint)."""
 
-    def run(*argv: object, name: str = "train.py") -> tuple[int, str, str]:
+    def run(*argv, name: str = "train.py") -> tuple[int, str, str]:
         capsys.readouterr()
         code = called(name, *argv)
         out, err = capsys.readouterr()

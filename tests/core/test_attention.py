@@ -38,7 +38,7 @@ def test_the_kernel_suits_device_dtype_and_sizes(monkeypatch):
         assert attention_kernel(cfg, torch.device("cpu")) == "chosen by torch"
 
 
-def allowed() -> list[bool]:
+def allowed():
     """Whether torch may use each kernel, in the order of KERNELS."""
     cuda = torch.backends.cuda
     states = (cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled)

@@ -17,7 +17,7 @@ SIZES = (1, 3, pytest.param(4, marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="module")
-def plain(shapes_dir) -> list[list[float]]:
+def plain(shapes_dir):
     """The losses of the samples of each timestep, one sample at a time."""
     cfg = rank_runs.clipped_config(shapes_dir)
     net = plain_net(cfg)

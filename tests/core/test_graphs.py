@@ -22,7 +22,6 @@ from torch.torch_version import TorchVersion
 
 from flux_ref import cli, graphs, ranks, sharding, trainer
 from flux_ref.cli import Fault
-from flux_ref.config import Config
 from flux_ref.graphs import CAPTURED, CapturedTrainer, mode
 from flux_ref.precision.linear import PolicyLinear
 from flux_ref.trainer import TrainState
@@ -33,7 +32,7 @@ PROOF = 3  # replays of a training step that prove a capture, in each phase
 
 
 @pytest.fixture
-def log(monkeypatch) -> Log:
+def log(monkeypatch):
     """Steps are captured by stand-ins from here on; tells what happens."""
     log = Log()
     monkeypatch.setattr(stand_in, "LOG", log)
@@ -50,7 +49,7 @@ def log(monkeypatch) -> Log:
 def make(world):
     """Makes the steps of a fresh net, warmed up."""
 
-    def fresh(cfg: Config) -> CapturedTrainer:
+    def fresh(cfg):
         steps = CapturedTrainer(TrainState(sharding.build(cfg, world, 3), cfg, world), cfg, world)
         steps.warm_up()
         return steps
@@ -61,12 +60,12 @@ def make(world):
 FEW = {"model__double_blocks": 1, "model__single_blocks": 2}
 
 
-def small(**values: object) -> Config:
+def small(**values):
     own = {"train__global_batch": 2, "eval__batch": 2, "train__synthetic_steps": 1}
     return micro_config(**(FEW | own | values))
 
 
-def train(folder, data, *overrides: str) -> int:
+def train(folder, data, *overrides):
     """The exit code of train.py, run inside this process."""
     return called("train.py", *micro_run(data, folder, "--eval.batch=45", "--train.micro_batch=6", *overrides))
 
@@ -120,10 +119,10 @@ class FailingCapture:
         assert bound.pop("cuda_graph") == "a graph"
         assert bound == {"pool": "a pool", "stream": "a stream", "capture_error_mode": "thread_local"}
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         pass
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
+    def __exit__(self, kind, *_):
         if kind:
             raise RuntimeError("operation failed due to a previous error during capture")
 
@@ -142,7 +141,7 @@ def test_the_recorder_works_on_a_stream_of_its_own_and_tells_why_a_capture_faile
     assert log == ["synchronize", "a new stream", "a stream"]
     assert recorder.capture(log("the work")) == "a graph" and log[-1] == "the work"
 
-    def work(error: Exception) -> None:
+    def work(error):
         raise error
 
     with pytest.raises(Fault, match=r"^a step cannot be captured: no\.item\(\) here; set compute\.cuda_graphs=off$"):
@@ -169,12 +168,12 @@ class Wrong(stand_in.Graph):
         self.kept = {name: shard.clone() for name, shard in self.weights.items()}
         self.batches = {id(t): t for b in (self.steps.train_batch, self.steps.val_batch) for t in b.values()}
         self.copies = {key: tensor.clone() for key, tensor in self.batches.items()}
-        self.left: list[torch.Tensor] = []
+        self.left = []
         self.moments = [(moment, moment.clone()) for kept in self.steps.state.opt.states().values() for moment in kept]
 
 
 @torch.no_grad()
-def swapped(graph: Wrong, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def swapped(graph, pairs):
     """Replay with the contents of other tensors."""
     now = [tensor.clone() for tensor, _ in pairs]
     for tensor, old in pairs:
@@ -185,22 +184,22 @@ def swapped(graph: Wrong, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Non
         tensor.copy_(own)
 
 
-def stale(prefix: str, graph: Wrong) -> None:
+def stale(prefix, graph):
     """It uses weights that were gathered while it was captured."""
     swapped(graph, [(graph.weights[name], graph.kept[name]) for name in graph.weights if name.startswith(prefix)])
 
 
-def another_batch(graph: Wrong) -> None:
+def another_batch(graph):
     """It reads the batch of its capture."""
     swapped(graph, [(graph.batches[key], graph.copies[key]) for key in graph.batches])
 
 
-def left_gradients(graph: Wrong) -> None:
+def left_gradients(graph):
     """It adds to the gradients of the last replay."""
     opt = graph.steps.state.opt
     step = opt.step
 
-    def dirty() -> torch.Tensor:
+    def dirty():
         for parameter, old in zip(opt.parameters, graph.left):
             parameter.grad = parameter.grad + old
         graph.left = [parameter.grad.clone() for parameter in opt.parameters]
@@ -211,18 +210,18 @@ def left_gradients(graph: Wrong) -> None:
     del opt.step
 
 
-def at_rate(rate: float, graph: Wrong) -> None:
+def at_rate(rate, graph):
     """Its learning rate is that of its capture."""
     graph.steps.state.opt.lr.fill_(rate)
     REPLAY(graph)
 
 
-def early_update(graph: Wrong) -> None:
+def early_update(graph):
     """It updates the weights before the new gradients are there."""
     opt = graph.steps.state.opt
     step = opt.step
 
-    def early() -> torch.Tensor:
+    def early():
         grads = [parameter.grad.clone() for parameter in opt.parameters]
         for parameter, old in zip(opt.parameters, graph.left or map(torch.zeros_like, grads)):
             parameter.grad.copy_(old)
@@ -235,7 +234,7 @@ def early_update(graph: Wrong) -> None:
     del opt.step
 
 
-def clipped(graph: Wrong) -> None:
+def clipped(graph):
     """It divides gradients by the factor of its capture."""
     opt = graph.steps.state.opt
     with pytest.MonkeyPatch.context() as patch:
@@ -243,7 +242,7 @@ def clipped(graph: Wrong) -> None:
         REPLAY(graph)
 
 
-def stale_moments(graph: Wrong) -> None:
+def stale_moments(graph):
     """Its update reads the moments of its capture."""
     swapped(graph, [pair for pair in graph.moments if graph.kind == "train"])
 
@@ -280,7 +279,7 @@ def test_whatever_a_graph_keeps_of_its_capture_is_told(log, make, monkeypatch):
 # Replays
 
 
-def require_alike_by_graphs(found: dict, want: dict) -> None:
+def require_alike_by_graphs(found, want):
     require_same_history(found, want)
     assert len({tuple(losses) for losses in found["validations"]}) == 4, "an evaluation has used stale weights"
     assert found["validations"][-1] == found["afterwards"], "eager weights differ from those of the graphs"
@@ -321,7 +320,7 @@ def test_a_run_by_graphs_is_the_eager_run(eager, log, tmp_path, shapes_dir, monk
     copy_next, replay = trainer.copy_next, stand_in.Graph.replay
     monkeypatch.setattr(trainer, "copy_next", lambda *args: (log.append("fill"), copy_next(*args))[1])
 
-    def looking(captured: stand_in.Graph) -> None:
+    def looking(captured):
         if captured.kind == "train":
             filled.append(log[-1])
             rates.append(float(captured.steps.state.opt.lr))

@@ -2,18 +2,16 @@
 
 import itertools
 import re
-from collections.abc import Callable
 
 import torch
 from conftest import MICRO
 from diffusers import FluxTransformer2DModel
 from lively_nets import plain_net
 from peer_net import by_name, diffusers_twin, random_inputs, relative_error, to_diffusers
-from torch import Tensor, nn
+from torch import nn
 
 from flux_ref import config_file, model
 from flux_ref.config import ModelConfig
-from flux_ref.model import Flux
 
 CFG = config_file.load(MICRO)
 MICRO_MODEL = CFG.model
@@ -25,9 +23,7 @@ STARTS = {
 }
 
 
-def output_and_gradients(
-    forward: Callable[..., Tensor], inputs: dict[str, Tensor], parameters: dict[str, nn.Parameter]
-) -> dict[str, Tensor]:
+def output_and_gradients(forward, inputs, parameters):
     """The output, and the gradients of one random projection of it by every input and the given parameters."""
     inputs = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
     out = forward(**inputs)
@@ -36,7 +32,7 @@ def output_and_gradients(
     return {"output": out.detach()} | dict(zip([*inputs, *parameters], gradients, strict=True))
 
 
-def assert_parity(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+def assert_parity(ours, theirs):
     assert ours.keys() == theirs.keys()
     errors = {name: relative_error(ours[name], theirs[name]) for name in theirs}
     wrong = {name: error for name, error in errors.items() if not error < 1e-5}
@@ -101,7 +97,7 @@ def test_rms_norm_has_eps_1e_6():
         torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-7)
 
 
-def initialised() -> Flux:
+def initialised():
     """A random net whose parameters are zero where `initial` says so."""
     net = plain_net(CFG)
     for name, parameter in net.named_parameters():

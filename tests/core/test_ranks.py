@@ -17,14 +17,14 @@ from flux_ref.config import ParallelConfig
 from flux_ref.ranks import replica_count
 
 
-def started(one_thread: bool = False) -> ranks.World:
+def started(one_thread=False):
     """The world of a process without ranks, whose group is gone again."""
     world = ranks.start(ParallelConfig(), one_thread)
     ranks.stop()
     return world
 
 
-def on(*counts: int) -> list[str]:
+def on(*counts):
     return [f"n{node}" for node, count in enumerate(counts) for _ in range(count)]
 
 
@@ -95,7 +95,7 @@ def test_a_gpu_that_torch_cannot_use_is_no_cpu(monkeypatch, tmp_path):
             assert started().device.type == "cpu"
 
 
-def give(patch: pytest.MonkeyPatch, **values: str | None) -> None:
+def give(patch, **values):
     """Set environment variables, or take away those that are None."""
     for name, value in values.items():
         patch.setenv(name, value) if value is not None else patch.delenv(name, raising=False)

@@ -3,9 +3,7 @@
 import inspect
 import re
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 import torch
 from conftest import MICRO
@@ -36,7 +34,7 @@ SIZES = {
 }
 
 
-def complaints(function: str, variables: dict[str, object]) -> list[str]:
+def complaints(function, variables):
     """What is wrong with the named tensors of one call. Digits are sizes themselves.
 
     S is T + N; a function that serves one stream at a time and so names neither N nor T may see that stream's length,
@@ -54,12 +52,12 @@ def complaints(function: str, variables: dict[str, object]) -> list[str]:
 
 
 @contextmanager
-def traced(*modules) -> Iterator[dict[str, list[str]]]:
+def traced(*modules):
     """Check every return of the modules' functions; yields {qualified function name: complaints}."""
     files = {inspect.getfile(module) for module in modules}
     found = {}
 
-    def note(frame: FrameType, event: str, _) -> None:
+    def note(frame, event, _):
         if event == "return" and frame.f_code.co_filename in files:
             name = frame.f_code.co_qualname
             found.setdefault(name, []).extend(complaints(name, frame.f_locals))
@@ -72,7 +70,7 @@ def traced(*modules) -> Iterator[dict[str, list[str]]]:
         sys.setprofile(before)
 
 
-def run_once() -> None:
+def run_once():
     """Build a micro net and take the losses of one batch."""
     shapes = {name: CFG.latent_shape for name in ("mean", "logvar", "latent_eps", "noise")}
     shapes |= {"t5": (CFG.text_tokens, CFG.t5_dim), "clip": (CFG.clip_dim,), "t": ()}

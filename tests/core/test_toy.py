@@ -68,7 +68,7 @@ def test_the_set_has_keys_timesteps_and_captions_and_training_never_shows_what_v
 
 
 def test_a_set_is_made_once_and_whole_or_not_at_all(micro, tmp_path, monkeypatch):
-    def interrupt(*_: object) -> None:
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     cfg = config_file.replace(micro, data__train=str(tmp_path / "new" / "set" / "train"), data__val="")
@@ -84,7 +84,7 @@ def test_a_set_is_made_once_and_whole_or_not_at_all(micro, tmp_path, monkeypatch
     beside = threading.Thread(target=toy.ensure, args=(cfg,))
     made = []
 
-    def beside_another(*args: object) -> None:
+    def beside_another(*args):
         """Another first start comes meanwhile, and waits."""
         made.append(args)
         beside.start()

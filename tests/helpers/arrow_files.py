@@ -19,8 +19,8 @@ def write_arrow(
     content: list[Row],
     batches: tuple[int, ...] | None = None,
     kind: pa.Schema | None = None,
-    **options: object,
-) -> None:
+    **options,
+):
     """An arrow stream with batches of so many rows; None for one of all."""
     kind, begin = kind or schema(), 0
     batches = (len(content),) if batches is None else batches

@@ -9,7 +9,7 @@ from conftest import MICRO, own_settings
 from flux_ref import ranks
 
 
-def report_of(module, folder: Path, *options: object) -> dict:
+def report_of(module, folder: Path, *options) -> dict:
     """Run a benchmark on the micro model in this process; the report is FOLDER/new/report.json."""
     path = folder / "new" / "report.json"
     try:

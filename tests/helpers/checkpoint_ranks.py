@@ -34,7 +34,7 @@ FILE_BYTES = 2**15  # of the written state, which is small
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-def narrow_config(run: Path, **values: object) -> Config:
+def narrow_config(run: Path, **values) -> Config:
     """Of a model so narrow that some ranks of three hold no rows of some tensors, with an average of the weights."""
     return micro_config(**rank_runs.NARROW, run__dir=str(run), optim__ema_half_life=600, **values)
 
@@ -71,7 +71,7 @@ def contents(state: TrainState) -> dict[str, Tensor]:
     return {f"{key} of rank {rank}": part for rank, parts in enumerate(of_all(rows)) for key, part in parts.items()}
 
 
-def take_step(state: TrainState, scale: float) -> None:
+def take_step(state: TrainState, scale: float):
     """One step of AdamW on made-up gradients."""
     for name, p in sharding.named_parameters(state.net).items():
         gradient = lively(f"gradient {name}", tuple(p.shape)) * scale
@@ -100,7 +100,7 @@ def recorded() -> Iterator[list[tuple[float, str, str]]]:
     """What this process puts on the disk and renames meanwhile: (time, "sync" or "rename", path)."""
     events, sync, rename = [], os.fsync, Path.rename
 
-    def synced(descriptor: int) -> None:
+    def synced(descriptor: int):
         sync(descriptor)
         events.append((time.monotonic(), "sync", os.readlink(f"/proc/self/fd/{descriptor}")))
 

@@ -20,7 +20,7 @@ import torch._dynamo  # noqa: F401  every rank would import it later
 from flux_ref import cli
 
 
-def run_rank(rank: int, size: int, port: int, main: Callable[..., int], argv: list[str]) -> None:
+def run_rank(rank: int, size: int, port: int, main: Callable[..., int], argv: list[str]):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     cli.exit_now(main(*argv))

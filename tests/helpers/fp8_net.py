@@ -9,12 +9,12 @@ from flux_ref.precision.linear import PolicyLinear
 from flux_ref.precision.recipe import LowPrecisionRecipe
 
 
-def config(preset: str, **keys: object) -> Config:
+def config(preset: str, **keys) -> Config:
     """A config with a preset and other keys of precision."""
     return Config(precision=PrecisionConfig(preset=preset, **keys))
 
 
-def low(linear: nn.Linear, preset: str = "fp8", arch: str = "cpu", **keys: object) -> PolicyLinear:
+def low(linear: nn.Linear, preset: str = "fp8", arch: str = "cpu", **keys) -> PolicyLinear:
     """A linear under a preset, with what training gives it."""
     cfg = config(preset, dynamic_steps=0, **keys)
     found = PolicyLinear(linear.bfloat16(), "single_blocks.0.linear1", cfg, arch)
@@ -22,7 +22,7 @@ def low(linear: nn.Linear, preset: str = "fp8", arch: str = "cpu", **keys: objec
     return found
 
 
-def encode(linear: PolicyLinear) -> None:
+def encode(linear: PolicyLinear):
     """Give a linear the codes of its weight as it is now, as a gather would."""
     weight = linear.weight.detach()
     scales = scales_of(magnitudes(weight), linear.support.forward)

@@ -74,7 +74,7 @@ def history(cfg: Config, world: World) -> dict:
     }
 
 
-def require_same_history(found: dict, want: dict) -> None:
+def require_same_history(found: dict, want: dict):
     """Of a captured and an eager one: the same bits."""
     assert found["captured"] and not want["captured"]
     for key in ("results", "validations", "afterwards", "flags", "pictures"):

@@ -40,7 +40,7 @@ LONG = (  # 24 steps, evaluations after 8, 16 and 24, a checkpoint after every s
 class Job:
     """A script under torchrun, or plain python with ranks=0, that runs beside the tests."""
 
-    def __init__(self, log: Path, path: str, *args: object, ranks: int = 2, restarts: int = 0, **env: str):
+    def __init__(self, log: Path, path: str, *args, ranks: int = 2, restarts: int = 0, **env: str):
         """log: receives everything it prints."""
         self.log, self.token = log, secrets.token_hex(8)
         launcher = [sys.executable]
@@ -104,7 +104,7 @@ class Job:
     def __enter__(self) -> "Job":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_):
         """Leave nothing behind."""
         while pids := self.alive():
             for pid in pids:
@@ -126,7 +126,7 @@ def environments(having: dict[str, str]) -> dict[int, dict[str, str]]:
     return found
 
 
-def send(pid: int, number: int) -> None:
+def send(pid: int, number: int):
     """Send a signal, if the process is there."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
@@ -145,7 +145,7 @@ def launch(folder: Path, data: Path, ranks: int = 2, plan: str = "") -> tuple[in
         return job.wait(), job.said
 
 
-def install(folder: Path, plan: str, replace: Callable[[object, str, object], object] = setattr) -> None:
+def install(folder: Path, plan: str, replace: Callable[[object, str, object], object] = setattr):
     """Write down in a folder what runs train on from here on, and send the planned signal.
 
     replace: as monkeypatch.setattr.
@@ -154,11 +154,11 @@ def install(folder: Path, plan: str, replace: Callable[[object, str, object], ob
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     plain_step, plain_loss = Trainer.step, train.validation_loss
 
-    def strike(here: str, number: int) -> None:
+    def strike(here: str, number: int):
         if (here, number, rank) == (place, int(at), size - 1):
             os.kill(os.getppid() if name == "SIGINT" and size > 1 else os.getpid(), signal.Signals[name])
 
-    def step(steps: Trainer, feed: object) -> None:
+    def step(steps: Trainer, feed):
         number = steps.state.step
         strike("step", number)
         if place == "step" and number >= int(at):
@@ -169,7 +169,7 @@ def install(folder: Path, plan: str, replace: Callable[[object, str, object], ob
         with (folder / f"rank_{rank}.jsonl").open("a") as file:
             file.write(json.dumps({"step": number, "rows": rows}) + "\n")
 
-    def loss(steps: Trainer, val: object, samples: int, *args: object) -> object:
+    def loss(steps: Trainer, val, samples: int, *args) -> object:
         strike("evaluation", samples)
         return plain_loss(steps, val, samples, *args)
 

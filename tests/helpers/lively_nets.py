@@ -41,7 +41,7 @@ def whole(net: Flux) -> dict[str, Tensor]:
     return {name: p.detach().full_tensor().clone() for name, p in sharding.named_parameters(net).items()}
 
 
-def of_all(value: object) -> list:
+def of_all(value) -> list:
     """The value of every rank."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -24,7 +24,7 @@ def lines(seed: int = 100, batch: int = 1024, evaluations: int = 33, rate: float
     clock = 1_760_000_000_000 + seed * 10_000_000
     made = []
 
-    def add(key: str, value: object = None, kind: str = "POINT_IN_TIME", after_ms: int = 0, **metadata: object) -> None:
+    def add(key: str, value=None, kind: str = "POINT_IN_TIME", after_ms: int = 0, **metadata):
         nonlocal clock
         clock += after_ms
         metadata |= {"file": "/workspace/train.py", "lineno": 7}

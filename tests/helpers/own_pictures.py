@@ -13,7 +13,7 @@ WAYS = {"beside": ((18, 32), (46, 32)), "above": ((32, 18), (32, 46))}  # centre
 SIDE = 64
 
 
-def sign(pen: ImageDraw.ImageDraw, kind: str, colour: tuple[int, int, int], x: int, y: int) -> None:
+def sign(pen: ImageDraw.ImageDraw, kind: str, colour: tuple[int, int, int], x: int, y: int):
     half = 12
     box = (x - half, y - half, x + half, y + half)
     if kind == "ring":

@@ -33,7 +33,7 @@ FP8_RUN = [
 ]
 
 
-def fp8_config(**values: object) -> Config:
+def fp8_config(**values) -> Config:
     """The micro config with sizes that FP8 can have, and delayed scaling from the first step on."""
     fp8 = {
         "precision__preset": "fp8_delayed",
@@ -143,7 +143,7 @@ def rounding(world: World, micro: int) -> list[tuple[int, ...]]:
     return sorted(set().union(*of_all(drawn)))
 
 
-def saved_now(state: TrainState, cfg: Config, world: World) -> None:
+def saved_now(state: TrainState, cfg: Config, world: World):
     """Save a checkpoint and wait for it."""
     Path(cfg.run.dir).mkdir(exist_ok=True)
     saver = Saver(cfg, world, state, FACTS, lambda line: None)

@@ -56,7 +56,7 @@ class Measured(dict):
             self[size]
 
     def __missing__(self, size: int) -> dict:
-        def measure(folder: Path) -> None:
+        def measure(folder: Path):
             folder.mkdir()
             if size == 1:
                 assert main(str(self.data), str(folder)) == 0
@@ -77,7 +77,7 @@ def checkpoint_of(run: Path) -> Path:
     return checkpoint.list_checkpoints(run)[-1]
 
 
-def clipped_config(data: Path, **values: object) -> Config:
+def clipped_config(data: Path, **values) -> Config:
     """The micro config with clipping in effect and half of the captions dropped."""
     return micro_config(data, **(BASE | values))
 

@@ -61,7 +61,7 @@ def what_counts(run: Path) -> dict[str, list]:
     }
 
 
-def require_equal_runs(found: Path, want: Path) -> None:
+def require_equal_runs(found: Path, want: Path):
     """The last checkpoints and all records of two runs agree bit for bit."""
     assert what_counts(found) == what_counts(want)
     first, second = newest(found), newest(want)
@@ -80,7 +80,7 @@ def left_in(folder: Path) -> list[Path]:
     return [*folder.rglob(f".*{files.PARTIAL}")]
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path: Path, at: int):
     """Flip the lowest bit of a byte."""
     content = bytearray(path.read_bytes())
     content[at] ^= 1

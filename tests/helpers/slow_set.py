@@ -12,7 +12,7 @@ MAKES_S = 5.0
 def main(*argv: str) -> int:
     real = toy.make_shapes
 
-    def slowly(folder: Path, cfg: config.Config) -> None:
+    def slowly(folder: Path, cfg: config.Config):
         for _ in cli.count_progress(range(50)):
             time.sleep(MAKES_S / 50)
         real(folder, cfg)

@@ -101,23 +101,23 @@ class Cluster:
             raise
         return self
 
-    def _start(self, key: str, *command: str) -> None:
+    def _start(self, key: str, *command: str):
         with (self.folder / f"{key}.out").open("ab") as output:
             self.daemons[key] = subprocess.Popen(
                 command, env=self.env | {"DAEMON_OF": key}, stdout=output, stderr=output, start_new_session=True
             )
 
-    def start_node(self, node: str) -> None:
+    def start_node(self, node: str):
         own = self.folder / f"disk_{node}"
         own.mkdir(exist_ok=True)
         mounted = f'mount --bind {own} {self.disk}; exec "$@"'
         self._start(node, "unshare", "-m", "bash", "-c", mounted, "-", daemon("slurmd"), "-D", "-N", node)
         self.until_idle(node)
 
-    def until_idle(self, node: str) -> None:
+    def until_idle(self, node: str):
         self.until(lambda: self.run("sinfo", "-hNn", node, "-o", "%t", check=False) == "idle\n")
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_):
         """End everything: the jobs, the daemons and what they have started."""
         for process in reversed(self.daemons.values()):
             process.terminate()
@@ -134,7 +134,7 @@ class Cluster:
         """The processes of this cluster, daemons and jobs, with these environment variables: {process: environment}."""
         return environments(self.conf | having)
 
-    def kill_node(self, node: str) -> None:
+    def kill_node(self, node: str):
         """What a power cut does: slurmd, its steps and all they have started are gone at once."""
         for pid in (*self.processes(DAEMON_OF=node), *self.processes(SLURMD_NODENAME=node)):
             send(pid, signal.SIGKILL)
@@ -150,7 +150,7 @@ class Cluster:
         """What scontrol says about a job."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", str(number))))
 
-    def until(self, condition: Callable[[], object], timeout: float = 60, what: Callable[[], str] = str) -> None:
+    def until(self, condition: Callable[[], object], timeout: float = 60, what: Callable[[], str] = str):
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, f"after {timeout} s: {what()}"

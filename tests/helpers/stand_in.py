@@ -67,7 +67,7 @@ class NoWaits(TorchDispatchMode):
                 self.before.setdefault(storage._cdata, (storage, storage.clone()))
         return func(*args, **kwargs)
 
-    def take_back(self) -> None:
+    def take_back(self):
         """Undo every change."""
         for storage, old in self.before.values():
             if storage.nbytes() == old.nbytes():  # FSDP2 has freed the rest
@@ -77,13 +77,13 @@ class NoWaits(TorchDispatchMode):
 class Capture(contextlib.AbstractContextManager):
     """For torch.cuda.graph."""
 
-    def __init__(self, graph: object, pool: object, stream: object, capture_error_mode: str):
+    def __init__(self, graph, pool, stream, capture_error_mode: str):
         self.mode = NoWaits()
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self.mode.__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self.mode.__exit__(*error)
         self.mode.take_back()
 
@@ -101,7 +101,7 @@ class Graph:
         self.places = places(self.steps) if self.steps else []
         LIVE.add(self)
 
-    def replay(self) -> None:
+    def replay(self):
         if LOG.broken_at == LOG.count("replay train") and self.kind == "train":
             raise RuntimeError("an error of the device")
         LOG.append(f"replay {self.kind}")
@@ -112,7 +112,7 @@ class Graph:
         self.work()
         sharding.reshard(self.steps.state.net)
 
-    def reset(self) -> None:
+    def reset(self):
         LOG.append("reset")
         LIVE.discard(self)
 
@@ -150,20 +150,20 @@ class Recorder(graphs.Recorder):
         return Graph(work, steps)
 
 
-def install(replace: Callable[[object, str, object], object] = setattr) -> None:
+def install(replace: Callable[[object, str, object], object] = setattr):
     """Let the CPU answer. replace: as monkeypatch.setattr. torch itself still finds no accelerator."""
     cuda, accelerator = torch.cuda, torch.accelerator
     stream = SimpleNamespace(wait_stream=lambda stream: None)
     modes = contextlib.ExitStack()
 
-    def set_sync_debug_mode(name: str) -> None:
+    def set_sync_debug_mode(name: str):
         modes.close()
         if name == "error":
             modes.enter_context(NoWaits())
 
     made = graphs.CapturedTrainer.__init__
 
-    def init(steps: graphs.CapturedTrainer, *args: object) -> None:
+    def init(steps: graphs.CapturedTrainer, *args):
         made(steps, *args)
         steps.recorder.steps = steps
 

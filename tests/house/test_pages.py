@@ -12,7 +12,7 @@ DATED = ("measured.md", "log.md")  # they may name a program that went; its comm
 PATH = re.compile(r"(?<![\w/.-])(?:launch|bench|configs|docs|examples|tests|tools|flux_ref)/[\w/.*]+\w")
 
 
-def lost_links(page) -> list[str]:
+def lost_links(page):
     """Links of a page to files or sections that do not exist; anchors are made as GitHub makes them."""
     lost = []
     for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
@@ -26,7 +26,7 @@ def lost_links(page) -> list[str]:
     return lost
 
 
-def lost_names(page) -> list[str]:
+def lost_names(page):
     """Files and modules that a page names and that do not exist. A word in capitals stands for any."""
     text = page.read_text()
     modules = re.findall(r"python3? -m ((?:flux_ref|tools|bench|examples)[\w.]*)", text)

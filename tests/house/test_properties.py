@@ -9,7 +9,6 @@ import string
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -37,7 +36,7 @@ MODEL = config_file.load(MICRO).model
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 
-def examples(count: int) -> Callable:
+def examples(count):
     """The same examples each time, as many as a second or two takes."""
     return settings(
         max_examples=count,
@@ -48,13 +47,13 @@ def examples(count: int) -> Callable:
     )
 
 
-def told() -> suppress:
+def told():
     """What is not read is refused: `errors.complain` says it in one line. Each other exception ends the test."""
     return suppress(Refusal, Fault, BadSample)
 
 
 @contextmanager
-def file_of(content: bytes, name: str = "file") -> Iterator[Path]:
+def file_of(content, name="file"):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, name)
         path.write_bytes(content)
@@ -62,7 +61,7 @@ def file_of(content: bytes, name: str = "file") -> Iterator[Path]:
 
 
 @st.composite
-def damaged(draw: st.DrawFn, sound: bytes, head: int = 0) -> bytes:
+def damaged(draw, sound, head=0):
     """The bytes as they are, with other bytes, cuts and insertions, or none of them. head: where half of that lies."""
     kind = draw(st.sampled_from(["sound", "sound", "same length", "any length", "random"]))
     if kind == "random":
@@ -131,7 +130,7 @@ def test_the_weights_of_others(kinds, data):
 
 
 @pytest.fixture(scope="module")
-def shard(tmp_path_factory) -> bytes:
+def shard(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shard") / "set"
     shard_damage.write_set(folder, 3, 8)
     return (folder / "train" / "shard_000000.tar").read_bytes()
@@ -149,7 +148,7 @@ def test_a_shard(shard, data):
                 require_as_tarfile_reads(stored, index, content)
 
 
-def require_as_tarfile_reads(stored: dataset.ShardSet, index: int, content: bytes) -> None:
+def require_as_tarfile_reads(stored, index, content):
     rows = shard_damage.LAYOUT.arrays()
     meta = stored.read(index, rows)
     stride = shard_damage.LAYOUT.stride
@@ -164,7 +163,7 @@ def require_as_tarfile_reads(stored: dataset.ShardSet, index: int, content: byte
         assert (meta.timestep, meta.caption) == (said.get("timestep"), str(said.get("caption") or ""))
 
 
-def image(kind: str) -> bytes:
+def image(kind):
     stream = io.BytesIO()
     Image.linear_gradient("L").resize((70, 64)).convert("RGB").save(stream, kind)
     return stream.getvalue()
@@ -187,7 +186,7 @@ FILES = st.lists(
 )
 
 
-def collected(root: Path) -> list[str]:
+def collected(root):
     """The names of all pictures of a folder, after each is loaded."""
     found = []
     for part in pictures.parts_of(root, pictures.find(root), "caption", 2):

@@ -13,14 +13,14 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {"flux_ref": 33_500, "tools": 20_500, "bench": 4_800, "tests": 81_600}
 
 
-def weight(text: str) -> int:
+def weight(text):
     """The nodes of a syntax tree that a reader must understand."""
     nodes = list(ast.walk(ast.parse(text)))
     documented = [node for node in nodes if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None]
     return sum(isinstance(node, COUNTED) for node in nodes) - 2 * len(documented)  # a statement and its constant
 
 
-def weights() -> dict[str, int]:
+def weights():
     """By folder."""
     return {name: sum(weight(path.read_text()) for path in (ROOT / name).rglob("*.py")) for name in LIMITS}
 

@@ -7,12 +7,12 @@ from flux_ref import config_file, mlperf_closed
 BATCHES = (512, 1024, 2048, 2304, 4096)
 
 
-def benchmark(batch: int, **values):
+def benchmark(batch, **values):
     cfg = config_file.load(ROOT / "configs/schnell_gbs512.toml", [])
     return config_file.replace(cfg, train__global_batch=batch, **values)
 
 
-def warned(cfg, curve) -> list[int]:
+def warned(cfg, curve):
     """The evaluations at which the run is warned of."""
     return [i for i in range(len(curve)) if mlperf_closed.convergence_warning(cfg, curve[: i + 1])]
 

@@ -11,7 +11,7 @@ from conftest import MICRO, called, micro_run, script
 from PIL import Image
 from precision_ranks import FP8_RUN
 from run_files import contents, require_equal_runs, saved_steps
-from torch import Tensor, nn
+from torch import nn
 
 from flux_ref import config_file, dataset, flow, ranks, rng
 from flux_ref.cli import Interrupted
@@ -20,7 +20,7 @@ from flux_ref.pictures.artist import LOOKED_AT, Artist
 from flux_ref.watchdog import Watchdog
 
 
-def nothing(place: str) -> None:
+def nothing(place):
     """No progress is told."""
 
 
@@ -39,7 +39,7 @@ class Linear(nn.Module):
         super().__init__()
         self.asked = []
 
-    def forward(self, x_BNP: Tensor, t5_BTE: Tensor, clip_BV: Tensor, t_B: Tensor) -> Tensor:
+    def forward(self, x_BNP, t5_BTE, clip_BV, t_B):
         self.asked.append(t_B.tolist())
         return t_B[:, None, None] * x_BNP + clip_BV.mean(dim=1)[:, None, None]
 
@@ -66,10 +66,10 @@ def test_few_samples_are_looked_at_for_captions(artist_of):
     """They come from all over the set."""
 
     class Samples:
-        def __len__(self) -> int:
+        def __len__(self):
             return 1000
 
-        def sample(self, index: int) -> dataset.Sample:
+        def sample(self, index):
             looked.append(index)
             return dataset.Meta("", caption=f"caption {index // 500}"), dict.fromkeys(("t5", "clip", "mean"), zeros)
 
@@ -119,7 +119,7 @@ def test_training_does_not_notice_pictures_nor_a_signal_in_one(shapes_dir, tmp_p
     assert called("train.py", *micro_run(shapes_dir, drawn, *PICTURES)) == 0
     stop_point = Watchdog.stop_point
 
-    def interrupted(self, place: str) -> None:
+    def interrupted(self, place):
         stop_point(self, place)
         if place == "sampling step 1":
             raise Interrupted(signal.SIGTERM)

@@ -27,11 +27,11 @@ CPU = torch.device("cpu")
 PIXELS = (8 * MODEL.latent_height, 8 * MODEL.latent_width)
 
 
-def build(nets: Path, *overrides: str, dtype: torch.dtype = torch.float32) -> Encoders:
+def build(nets, *overrides, dtype=torch.float32):
     return Encoders(nets, config_file.load(MICRO, overrides).model, CPU, dtype)
 
 
-def values_of(bits: np.ndarray) -> torch.Tensor:
+def values_of(bits):
     return torch.from_numpy(dataset.from_bf16_bits(bits))
 
 
@@ -98,7 +98,7 @@ def draw(nets, monkeypatch, tmp_path, attempt):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
-    def call(*argv: object, code: int = 0) -> str:
+    def call(*argv, code=0):
         options = (f"--config={MICRO}", "--data.kind=embeddings", "--draw-only", "--steps=4", "--json")
         found, out, line = attempt(*argv, *options, name="eval.py")
         assert found == code, line

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import own_pictures
@@ -23,14 +22,14 @@ MODEL = config_file.load(MICRO, SIZES).model
 PIPES = shutil.ignore_patterns("pipe.*")
 
 
-def overrides(pictures: Path, folder: Path) -> list[str]:
+def overrides(pictures, folder):
     """The micro config on a folder of pictures."""
     own = [f"--data.pictures={pictures}", f"--data.train={folder}/train", f"--data.val={folder}/val"]
     return [*own, *SIZES, "--data.train_samples=0", "--data.val_samples=0"]
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> Path:
+def pictures(tmp_path_factory):
     """Every third picture of own_pictures, and files that are no good pictures. Tests must not change it."""
     every, folder = tmp_path_factory.mktemp("all") / "pictures", tmp_path_factory.mktemp("some")
     own_pictures.draw(every)

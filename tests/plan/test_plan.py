@@ -33,7 +33,7 @@ WIDE = {  # a model whose parts outweigh all that is not counted
 TRACE = region_costs.trace
 
 
-def wide(**values: object) -> config.Config:
+def wide(**values):
     return config_file.replace(SMALL, **(WIDE | values))
 
 
@@ -42,7 +42,7 @@ def traced_once():
     """Equal nets have equal footprints; many tests ask for the same."""
     trace = functools.cache(region_costs.trace)
 
-    def traced(cfg: config.Config, arch: str, rows: int):
+    def traced(cfg, arch, rows):
         parallel = replace(cfg.parallel, kept_regions=0, reduce_dtype="fp32")
         compute = replace(cfg.compute, cuda_graphs="auto")
         net = replace(config.Config(), model=cfg.model, parallel=parallel, compute=compute, precision=cfg.precision)
@@ -194,7 +194,7 @@ CASES = {
 }
 
 
-def step_without_peers(name: str) -> tuple[float, float]:
+def step_without_peers(name):
     """(planned, real) bytes of a step of rank 0 on real tensors whose collectives nobody answers."""
     gpus, node, values = CASES[name]
     cfg = wide(**({"train__global_batch": ROWS * gpus} | values))
@@ -227,7 +227,7 @@ def test_memory_of_real_ranks(name, tmp_path):
 # Time
 
 
-def paced(kept: int, gpu=GPU, **values) -> tuple[step_time.Times, float]:
+def paced(kept, gpu=GPU, **values):
     """A step of 8 ranks that moves as many bytes as its memory moves in a second."""
     cfg = wide(train__global_batch=8, parallel__kept_regions=kept, **values)
     machine = Machine(gpu, replace(ASSUMED, hop_us=0.0), 8)

@@ -17,7 +17,7 @@ from conftest import called, micro_run, refusal, require_identical, trained
 from fp8_net import low
 from lively_nets import whole
 from precision_ranks import STEPS, fp8_config, lively_state, steps, validated
-from torch import Tensor, nn
+from torch import nn
 
 from flux_ref import checkpoint, config_file, sharding
 from flux_ref.checkpoint import Checkpoint, load
@@ -32,11 +32,11 @@ from flux_ref.trainer import Trainer
 ARCHS = ("cpu", "gfx942", "sm100")  # both families of formats, both rules of layout
 
 
-def randn(*shape: int, seed: int = 2) -> Tensor:
+def randn(*shape, seed=2):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def passed(net: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
+def passed(net, x, grad):
     """The output and the gradients of the input and of all parameters."""
     x = x.clone().requires_grad_()
     out = net(x)
@@ -71,7 +71,7 @@ def test_a_history_keeps_the_newest_magnitudes_and_sets_the_next_scale(world, mo
     taken = []
     cast = fp8.cast
 
-    def noted(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    def noted(x, scale, dtype):
         taken.append(float(scale))
         return cast(x, scale, dtype)
 
@@ -96,7 +96,7 @@ def test_a_block_in_parts_gives_the_bits_of_the_plain_one_in_every_layout():
     """Inputs and gradients in parts, with the largest magnitude in any part, dynamic and delayed."""
     model = ModelConfig(hidden=64, heads=2, rope_axes=(16, 8, 8))
 
-    def computed(in_parts: bool, arch: str, preset: str, seed: int) -> list[Tensor]:
+    def computed(in_parts, arch, preset, seed):
         torch.manual_seed(seed)
         block = SingleStreamBlock(model).bfloat16()
         linears = [low(one, preset, arch) for one in (block.linear1, block.linear2)]

@@ -45,7 +45,7 @@ def test_each_node_meets_its_neighbours_and_no_rank_twice_in_a_round():
 
 
 def test_what_fails_or_hangs_has_speed_0_and_says_why(capsys):
-    def fails() -> float:
+    def fails():
         raise RuntimeError("fell off the bus\nmore")
 
     for measure, says in ((fails, "fell off the bus"), (lambda: time.sleep(1) or 1.0, "hangs for 0.1 s")):

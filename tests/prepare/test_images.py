@@ -2,8 +2,6 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,22 +23,22 @@ TOKENS = config_file.load(MICRO).model.text_tokens
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch) -> None:
+def small_parts(monkeypatch):
     monkeypatch.setattr(images, "PER_PART", 5)
 
 
-def command(nets: Path, source: Path, output: Path, share: float = 0, *more: object) -> list[str]:
+def command(nets, source, output, share=0, *more):
     options = {"input": source, "output": output, "val-share": share, "model": nets, "config": MICRO}
     return ["images", "--batch=3", *(f"--{key}={value}" for key, value in options.items()), *map(str, more)]
 
 
-def refused(args: list[str], capsys, code: int = 2) -> str:
+def refused(args, capsys, code=2):
     capsys.readouterr()
     assert prepare.main(args) == code
     return the_line(capsys.readouterr().err, "prepare")
 
 
-def stored(folder: Path) -> list[tuple[dataset.Meta, dict[str, torch.Tensor]]]:
+def stored(folder):
     """What a set of shards holds."""
     return [
         (meta, {name: torch.from_numpy(dataset.from_bf16_bits(bits)) for name, bits in rows.items()})
@@ -51,7 +49,7 @@ def stored(folder: Path) -> list[tuple[dataset.Meta, dict[str, torch.Tensor]]]:
 CAPTIONS = ["a red cat", "the grass " * 60, "l'été 猫", *(f"a {colour} dog" for colour in ("red", "green", "blue"))]
 
 
-def lay_out(folder: Path, count: int = len(CAPTIONS)) -> Path:
+def lay_out(folder, count=6):
     """A folder of pictures with captions; two of them cannot be used."""
     folder.mkdir(parents=True)
     for number in range(count):
@@ -63,7 +61,7 @@ def lay_out(folder: Path, count: int = len(CAPTIONS)) -> Path:
     return folder
 
 
-def theirs(nets: Path, caption: str) -> dict[str, torch.Tensor]:
+def theirs(nets, caption):
     """T5 sees its pads; CLIP's output does not depend on what comes after the first end."""
     found = {}
     cut = {"truncation": True, "return_tensors": "pt", "padding": "max_length"}
@@ -78,7 +76,7 @@ def theirs(nets: Path, caption: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def require_close(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+def require_close(found, want):
     for name, values in want.items():
         assert relative_error(found[name], values.bfloat16().float()) < 1e-3, name
 
@@ -121,12 +119,12 @@ def test_each_picture_is_a_sample_as_the_encoders_say_or_a_row_of_the_rejected(n
 
 
 @contextlib.contextmanager
-def failing(owner: object, name: str, at_call: int, error: BaseException) -> Iterator[None]:
+def failing(owner, name, at_call, error):
     """A function raises the error at its call of this number."""
     function = getattr(owner, name)
     calls = itertools.count(1)
 
-    def fail(*given: object, **named: object) -> object:
+    def fail(*given, **named):
         if next(calls) == at_call:
             raise error
         return function(*given, **named)

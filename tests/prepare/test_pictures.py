@@ -5,8 +5,6 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,36 +21,36 @@ from flux_ref.pictures.captioned import SRGB, Rejected
 # Pictures
 
 
-def drawn(width: int, height: int, seed: int = 0) -> Image.Image:
+def drawn(width, height, seed=0):
     """Smooth, in all colours, and different at every corner."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def saved(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+def saved(image, kind="PNG", **options):
     stream = io.BytesIO()
     image.save(stream, kind, **options)
     return stream.getvalue()
 
 
-def other_profile() -> bytes:
+def other_profile():
     """A colour profile like sRGB's, with red and green exchanged."""
     content = ImageCms.ImageCmsProfile(SRGB).tobytes()
     return content.replace(b"rXYZ", b"rest").replace(b"gXYZ", b"rXYZ").replace(b"rest", b"gXYZ")
 
 
-def pixels(content: bytes, height: int = 256, width: int = 256) -> torch.Tensor:
+def pixels(content, height=256, width=256):
     return pictures.pixels(content, height, width)
 
 
-def distance(ours: torch.Tensor, shown: Image.Image) -> int:
+def distance(ours, shown):
     """The largest difference of a value."""
     theirs = v2.functional.pil_to_tensor(shown.convert("RGB"))
     assert ours.shape == theirs.shape and ours.dtype == theirs.dtype == torch.uint8
     return int((ours.int() - theirs.int()).abs().max())
 
 
-def stored() -> Iterator[tuple[str, bytes, Image.Image, int]]:
+def stored():
     """What, the bytes of a file, the picture that it shows at 256 x 256, the largest difference of a value."""
     theirs = v2.Compose([v2.Resize(256, InterpolationMode.BICUBIC, antialias=True), v2.CenterCrop(256)])
     for size in ((640, 480), (333, 1000)):
@@ -90,7 +88,7 @@ def stored() -> Iterator[tuple[str, bytes, Image.Image, int]]:
     yield from profiled(square, jpeg)
 
 
-def profiled(square: Image.Image, jpeg: dict) -> Iterator[tuple[str, bytes, Image.Image, int]]:
+def profiled(square, jpeg):
     """Pictures with colour profiles, as ImageCms alone converts what is stored."""
     lossless = {"kind": "WEBP", "lossless": True}
     cases = [
@@ -147,7 +145,7 @@ def test_what_cannot_be_used_is_rejected():
 # Text
 
 
-def caption_of(picture: pictures.Picture) -> str:
+def caption_of(picture):
     """Or why it is rejected."""
     try:
         return f"= {picture.load(32, 48)[1]}"
@@ -193,14 +191,14 @@ TWINS = "several pictures for one caption"
 PNG, CAT = saved(drawn(100, 90)), b"a cat"
 
 
-def put(folder: Path, contents: dict[str, bytes | str]) -> Path:
+def put(folder, contents):
     for name, content in contents.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
     return folder
 
 
-def outcome(folder: Path, column: str = "text") -> list[tuple[str, str]]:
+def outcome(folder, column="text"):
     """Name and caption, or why it is rejected, of each picture."""
     found = [picture for part in pictures.parts_of(folder, pictures.find(folder), column, 3) for picture in part()]
     return [(picture.name, caption_of(picture)) for picture in found]
@@ -295,7 +293,7 @@ def test_lists_that_say_nothing_are_refused(tmp_path):
         assert words in refusal(outcome, put(tmp_path / str(number), files))
 
 
-def write_tar(path: Path, members: list[tuple[str, bytes | str]]) -> Path:
+def write_tar(path, members):
     """A member whose content is text is a link to another one, hard or (with an arrow) soft."""
     with tarfile.open(path, "w") as archive:
         for name, content in members:
@@ -309,7 +307,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes | str]]) -> Path:
     return path
 
 
-def pair(key: str) -> list[tuple[str, bytes | str]]:
+def pair(key):
     return [(f"{key}.png", PNG), (f"{key}.txt", CAT)]
 
 

@@ -33,7 +33,7 @@ def judged(folder, ruleset=MllogConfig.ruleset, points=None):
     return score.judge(name, files, ruleset, points)
 
 
-def change(path, old: str, new: str) -> None:
+def change(path, old, new):
     text = path.read_text()
     assert re.search(old, text), old
     path.write_text(re.sub(old, new, text, count=1))

@@ -27,12 +27,12 @@ MIDDLE = 20  # a sample that is neither the first nor the last of its shard, so 
 
 
 @pytest.fixture
-def dataset(shapes_dir, tmp_path) -> Path:
+def dataset(shapes_dir, tmp_path):
     """A data set of one's own, to damage."""
     return Path(shutil.copytree(shapes_dir, tmp_path / "set"))
 
 
-def has_words(line: str, *words: object) -> bool:
+def has_words(line, *words):
     return all(str(word) in line for word in words)
 
 
@@ -193,7 +193,7 @@ def test_each_kind_of_error_is_one_line_and_a_code_and_a_defect_is_a_traceback(c
     )
     for error, code, line in cases:
 
-        def work(_: list[str], error: BaseException = error) -> int:
+        def work(_, error=error):
             raise error
 
         assert cli.run("x", work, []) == code
@@ -251,7 +251,7 @@ def test_a_command_ends_with_its_code_whatever_becomes_of_what_it_says(tmp_path)
 # Two ranks
 
 
-def met_by(rank: int) -> int:
+def met_by(rank):
     """A training sample that a rank of two meets first in step 1, and that opening does not meet."""
     order = rng.order(CFG.train.seed, 0, CFG.data.train_samples)
     return next(int(order[p]) for p in dataloader.rank_slice(CFG, 1, rank, 2) if 0 < order[p] < 49)

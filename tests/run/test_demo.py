@@ -2,7 +2,6 @@
 
 import shutil
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,18 +13,18 @@ from run_files import column, event
 from flux_ref import mlperf_closed
 
 
-def pictures_of(path: Path) -> np.ndarray:
+def pictures_of(path):
     """The 18 pictures of a sheet, as (18, 160, 160, 3) in [-1, 1]."""
     pixels = np.asarray(Image.open(path), np.float32)[6:, 6:] / 127.5 - 1
     return np.stack([pixels[202 * row :, 166 * column :][:160, :160] for row in range(3) for column in range(6)])
 
 
-def sheets(folder: Path) -> list[Path]:
+def sheets(folder):
     """The sheets of pictures, oldest first."""
     return sorted((folder / "runs/tiny/samples").glob("0*.png"))
 
 
-def first_command(folder: Path, *overrides: str) -> list[float]:
+def first_command(folder, *overrides):
     """README's first command in a folder that holds the code alone, and eval.py after it.
 
     Returns the validation losses.

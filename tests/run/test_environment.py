@@ -17,7 +17,7 @@ COMPILED = config.Config(compute=config.ComputeConfig(compile=True))
 
 
 def test_the_commit_is_told_without_writing_to_the_repository(tmp_path):
-    def git(*words: str) -> str:
+    def git(*words):
         command = ["git", "-C", str(tmp_path), *words]
         return subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | ME).stdout
 

@@ -27,7 +27,7 @@ FIXED = (
 )
 
 
-def wait_for(moment: str, job: Job, run: Path, rng: random.Random) -> None:
+def wait_for(moment, job, run, rng):
     """Wait for a moment of the next attempt."""
     trained = count(run / "metrics.jsonl")
     end = time.monotonic() + rng.uniform(0.2, 4.0)
@@ -43,19 +43,19 @@ def wait_for(moment: str, job: Job, run: Path, rng: random.Random) -> None:
     time.sleep(rng.uniform(0, 0.1 if moment == "save" else 0.02))
 
 
-def is_saving(run: Path) -> bool:
+def is_saving(run):
     """Whether a save is in flight, or was when those died who wrote it."""
     return any(not path.name.endswith(".deleted") for path in (run / "checkpoints").glob(".step_*"))
 
 
-def endure(data: Path, folder: Path, kills: int, seed: int) -> int:
+def endure(data, folder, kills, seed):
     """Kill a run so many times, and compare it with one that was left alone. Returns the kills amid a save."""
     rng, run, calm, caught = random.Random(seed), folder / "run", folder / "calm", 0
     argv = [f"--train.max_samples={12 * STEPS_PER_KILL * kills}", *FIXED]
 
     with ExitStack() as stack:
 
-        def start(place: Path) -> Job:
+        def start(place):
             own = micro_run(data, place, *argv)
             return stack.enter_context(Job(Path(f"{place}.log"), "train.py", *own, restarts=1000))
 

@@ -24,7 +24,7 @@ def test_each_loss_lies_at_its_place_and_high_ones_above_the_chart(tmp_path):
     low, high = loss_chart.span([val], 0.35)
     right, bottom = loss_chart.RIGHT, loss_chart.BOTTOM
 
-    def is_at(x: float, loss: float, colour: str) -> bool:
+    def is_at(x, loss, colour):
         y = round(bottom - (loss - low) / (high - low) * (bottom - loss_chart.TOP))
         around = pixels[y - 2 : y + 3, round(x) - 2 : round(x) + 3]
         return bool((around == ImageColor.getrgb(colour)).all(-1).any())

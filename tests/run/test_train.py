@@ -27,12 +27,12 @@ FILES = {
 PICTURES = {"samples", "pictures.jsonl"}
 
 
-def names(folder: Path) -> set[str]:
+def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory, shapes_dir) -> Path:
+def plain(tmp_path_factory, shapes_dir):
     """The folder of a run without overrides; tests must not change it."""
     folder = tmp_path_factory.mktemp("runs") / "plain"
     assert called("train.py", *micro_run(shapes_dir, folder)) == 0
@@ -43,7 +43,7 @@ def plain(tmp_path_factory, shapes_dir) -> Path:
 def run(tmp_path, shapes_dir):
     """Runs train.py with overrides inside this process and returns the run's folder."""
 
-    def start(*overrides: str, name: str = "run", data: Path = shapes_dir, code: int = 0) -> Path:
+    def start(*overrides, name="run", data=shapes_dir, code=0):
         assert called("train.py", *micro_run(data, tmp_path / name, *overrides)) == code
         return tmp_path / name
 
@@ -133,7 +133,7 @@ def test_no_data_is_opened_before_run_start(run, shapes_dir, tmp_path):
     """Also not through a path that a later version may take: every opening of a file is audited."""
     opened, watching = {}, [True]
 
-    def watch(event: str, args: tuple) -> None:
+    def watch(event, args):
         if watching and event == "open" and str(args[0]).startswith(str(shapes_dir)):
             log = (tmp_path / "run" / "result_0.txt").read_text()
             opened.setdefault(Path(args[0]).name, '"run_start"' in log)
@@ -185,7 +185,7 @@ FEW = "--data.train_samples=240 --data.val_samples=72 --checkpoint.save=false"
 
 def test_the_tiny_that_older_figures_are_of_gives_its_losses(tmp_path, monkeypatch):
     """The keys of tiny until 2026-11-27, with few samples; the losses are those of a67c80a4. A toy has one thread."""
-    threads: list[int] = []
+    threads = []
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     folders = [f"--run.dir={tmp_path / 'run'}", *data_overrides(tmp_path / "set")]
