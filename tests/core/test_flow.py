@@ -62,20 +62,3 @@ def test_latent_agrees_with_the_reference(batch):
     np.testing.assert_allclose(latent, reference(batch)[0], rtol=1e-6, atol=1e-6)
     unscaled = flow.unscale(flow.sample_latent(mean, batch["logvar"], torch.zeros(SHAPE)))
     torch.testing.assert_close(unscaled, mean, rtol=1e-6, atol=1e-6)
-
-
-def test_pack_orders_tokens_and_features_and_unpack_inverts_it():
-    for shape in ((2, 3, 4, 6), (1, 2, 10, 2)):
-        image = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-        packed = flow.pack(torch.from_numpy(image))
-        np.testing.assert_array_equal(packed, pack_by_loops(image))
-        np.testing.assert_array_equal(flow.unpack(packed, *shape[2:]), image)
-
-
-def test_image_positions_follow_the_packed_tokens():
-    """Each token's position is the row and column of its patch."""
-    rows, columns = np.meshgrid(np.arange(6) // 2, np.arange(10) // 2, indexing="ij")
-    packed = flow.pack(torch.from_numpy(np.stack((0 * rows, rows, columns)))[None])
-    positions = flow.image_positions(6, 10)
-    assert positions.dtype == torch.float64
-    np.testing.assert_array_equal(positions, packed[0, :, ::4])

@@ -77,14 +77,6 @@ def test_rope_turns_neighbours_in_fp32():
     torch.testing.assert_close(rotated_BSHK.double(), torch.view_as_real(turned).flatten(-2), rtol=0, atol=2e-6)
 
 
-def test_timestep_embedding_are_cosines_and_sines_of_1000_t_in_fp32():
-    t_B = torch.arange(8) / 8
-    angle = (125.0 * torch.arange(8, dtype=torch.float64))[:, None] * 10_000 ** (-torch.arange(128).double() / 128)
-    waves_BW = model.timestep_embedding(t_B)
-    assert waves_BW.dtype == torch.float32
-    torch.testing.assert_close(waves_BW.double(), torch.cat((angle.cos(), angle.sin()), 1), rtol=0, atol=2e-4)
-
-
 def test_rms_norm_has_eps_1e_6():
     """Against the formula in fp64; at 1e-5 and 1e-3 the eps decides the result."""
     norm = model.RMSNorm(24)

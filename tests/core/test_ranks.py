@@ -3,7 +3,6 @@
 import os
 import resource
 import socket
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -137,15 +136,6 @@ def test_the_store_is_at_a_name_or_at_an_address_of_either_kind(monkeypatch):
         for name, value in zip(ranks.TORCHRUN, (0, 1, 0, *place)):
             monkeypatch.setenv(name, str(value))
         assert started().size == 1, host
-
-
-def test_waiting_for_a_copy_from_a_device_does_not_spin(monkeypatch):
-    asked = []
-    event = SimpleNamespace(record=lambda: None)
-    module = SimpleNamespace(Event=lambda **options: asked.append(options) or event)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    ranks.make_copy_waiter(torch.device("cuda", 0))
-    assert asked == [{"blocking": True}]
 
 
 def test_values_travel_as_json_and_never_as_pickles():

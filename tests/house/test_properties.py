@@ -238,22 +238,16 @@ def test_a_tar_of_own_pictures(given_files, packed, is_sound, data):
             assert names <= found
 
 
+LISTS = {"metadata.jsonl": b'{"file_name": "a.png", "caption": "x"}\n', "metadata.csv": b"file_name,caption\na.png,x\n"}
+
+
 @examples(100)
-@given(st.lists(st.dictionaries(st.sampled_from(["file_name", "caption", "x"]), JSON), max_size=4), st.data())
-def test_metadata(rows, data):
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    table = "".join(",".join(map(str, row.values())) + "\n" for row in rows).encode("utf-8", "replace")
-    content = {
-        "metadata.jsonl": data.draw(st.just(lines) | damaged(b'{"file_name": "a.png", "caption": "x"}\n' * 2)),
-        "metadata.csv": data.draw(damaged(b"file_name,caption\na.png,x\nb.png,y\n" + table)),
-    }
-    name = data.draw(st.sampled_from([*content]))
-    with file_of(content[name], name) as path, told():
+@given(st.sampled_from([*LISTS]), st.lists(JSON, max_size=3), st.data())
+def test_metadata(name, captions, data):
+    rows = "".join(json.dumps({"file_name": "a.png", "caption": caption}) + "\n" for caption in captions)
+    with file_of(data.draw(damaged(LISTS[name] + rows.encode())), name) as path, told():
         (path.parent / "a.png").write_bytes(IMAGES["PNG"])
-        found = collected(path.parent)
-        assert found.count("a.png") >= 1
-        if content[name] == lines:
-            assert len([row for row in found if row != "a.png"]) <= len(rows) + 1
+        assert "a.png" in collected(path.parent)
 
 
 @examples(40)

@@ -3,20 +3,12 @@
 import shutil
 import time
 
-import numpy as np
 import pytest
 from compliance import RULESETS, check
 from conftest import ROOT, micro_run, script
-from PIL import Image
 from run_files import column, event
 
 from flux_ref import mlperf_closed
-
-
-def pictures_of(path):
-    """The 18 pictures of a sheet, as (18, 160, 160, 3) in [-1, 1]."""
-    pixels = np.asarray(Image.open(path), np.float32)[6:, 6:] / 127.5 - 1
-    return np.stack([pixels[202 * row :, 166 * column :][:160, :160] for row in range(3) for column in range(6)])
 
 
 def sheets(folder):
@@ -57,10 +49,6 @@ def test_first_command_learns_to_draw(tmp_path):
     losses = first_command(tmp_path)
     assert losses[-1] <= losses[0] / 7.4  # 7.8 to 8.3 where it was measured; processors round differently
     assert column(tmp_path / "runs/tiny", "right", "pictures.jsonl")[-1] >= 17
-    drawn = pictures_of(sheets(tmp_path)[-1])
-    wanted = pictures_of(tmp_path / "runs/tiny/samples/originals.png")
-    nearest = np.square(drawn[:, None] - wanted).mean(axis=(2, 3, 4)).argmin(axis=1)
-    assert (nearest == np.arange(18)).sum() >= 17, "of the data set's 18 pictures its own is the nearest"
 
 
 @pytest.mark.nightly
