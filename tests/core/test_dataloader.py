@@ -3,7 +3,6 @@
 import itertools
 import threading
 import time
-from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -215,12 +214,15 @@ def test_all_buffers_but_the_one_in_use_are_filled_ahead_in_order(micro):
     assert len(used) == 3
 
 
-def test_a_single_buffer_is_filled_by_the_callers_thread(micro, monkeypatch):
+def test_a_single_buffer_is_filled_by_the_callers_thread_once_its_copy_has_ended(micro, monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("a thread was started"))
     source = Source(micro, buffers=1)
+    ended = []
     for step, batch in zip(range(3), source.feed()):
         assert source.filled == (step + 1) * BATCH
         assert batch.tensors["t"].tolist() == list(range(step * BATCH, (step + 1) * BATCH))
+        batch.wait_for_copy = lambda: ended.append(source.filled)
+    assert ended == [*range(BATCH, 3 * BATCH)], "before each row of its next batch"
 
 
 def test_an_error_of_a_thread_is_raised_at_its_batch_and_a_closed_feed_leaves_no_thread(micro):
@@ -234,15 +236,6 @@ def test_an_error_of_a_thread_is_raised_at_its_batch_and_a_closed_feed_leaves_no
     feed.close()
     time.sleep(0.3)
     assert set(threading.enumerate()) <= before
-
-
-def test_a_buffer_is_filled_only_once_its_copy_has_ended(micro):
-    ended = threading.Event()
-    with closing(Source(micro, buffers=1).feed()) as feed:
-        next(feed).wait_for_copy = ended.wait
-        threading.Timer(0.1, ended.set).start()
-        begin = time.perf_counter()
-        assert next(feed).tensors["t"][0] == BATCH and time.perf_counter() - begin > 0.09
 
 
 def test_closing_a_feed_does_not_wait_for_its_threads(micro):

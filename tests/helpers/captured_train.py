@@ -17,7 +17,7 @@ from flux_ref.graphs import CapturedTrainer
 run_step = CapturedTrainer.train
 
 
-def breaking(steps: CapturedTrainer):
+def breaking(steps):
     """The training step, until it breaks."""
     if steps.state.step == int(os.environ["BREAKS_AT"]):
         print(f"broken at {time.time()}", flush=True)
@@ -25,7 +25,7 @@ def breaking(steps: CapturedTrainer):
     return run_step(steps)
 
 
-def main(*argv: str) -> int:
+def main(*argv):
     if not torch.accelerator.is_available():
         stand_in.install()
     if "BREAKS_AT" in os.environ:

@@ -6,7 +6,6 @@ pytest -m gpu --stand-in     on a CPU; a test that is skipped fails the session
 """
 
 import os
-from collections.abc import Callable
 
 import pytest
 import stand_in
@@ -68,7 +67,7 @@ def world():
 def on_both(device_or_stand_in, monkeypatch):
     """on_both(function): what a function of a world gives on that device, and then on the CPU."""
 
-    def run(function: Callable) -> list:
+    def run(function):
         found = []
         for _ in range(2):
             try:

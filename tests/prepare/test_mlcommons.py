@@ -246,8 +246,3 @@ def test_what_is_wrong_behind_the_first_row_ends_the_conversion(train, val, outp
         write_arrow(val / "data-00000-of-00001.arrow", [*rows(9, "val"), rows(1)[0] | {"timestep": timestep}])
         assert f"row 9: timestep {timestep}, want 0 to 7; is this the val" in refused(val, output / "1", "val")
         shutil.rmtree(output / "1" / "val.partial")
-
-
-def test_the_benchmarks_sizes_are_the_default(train, output, capsys):
-    assert prepare.main(["mlcommons", f"--input={train}", f"--output={output}", "--split=train"]) == 2
-    assert "no .npy file of uint16 (256, 4096)" in capsys.readouterr().err and not output.exists()

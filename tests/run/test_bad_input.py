@@ -98,12 +98,6 @@ def test_damage_that_opening_finds_is_refused_and_damage_on_the_way_stops_the_ru
             assert not (dataset / "run" / "outcome.json").exists()
 
 
-def test_validation_that_lacks_a_time_is_refused_before_the_first_step(attempt, tmp_path):
-    code, _, line = attempt(*micro_run(tmp_path / "new", tmp_path / "run"), "--data.val_samples=7")
-    assert code == 2 and has_words(line, f"data.val={tmp_path}/new/val", "no sample of the timesteps {7}"), line
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
 def test_an_evaluation_that_fails_loses_no_step(attempt, shapes_dir, dataset, tmp_path):
     """checkpoint.every_samples is 0 there."""
     again = micro_run(dataset, tmp_path / "run")

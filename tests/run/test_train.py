@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
-from conftest import MICRO, ROOT, called, data_overrides, micro_run, require_identical, trained
+from conftest import MICRO, called, data_overrides, micro_run, require_identical, trained
 from PIL import Image
 from run_files import column, event, events, lines
 
@@ -175,23 +174,3 @@ def test_what_fails_after_training_does_not_take_the_run_with_it(run, monkeypatc
     assert names(folder) == FILES - {"outcome.json"} and trained(folder)
     assert event(folder, "run_stop")["metadata"]["samples_count"] == 60
     assert names(run("--pictures.count=1")) == FILES | PICTURES
-
-
-FIRST_TINY = "--model.single_blocks=2 --train.global_batch=60 --train.timestep_sampling=uniform"
-FIRST_RATE = "--optim.lr=3e-3 --optim.decay_end_step=0 --optim.weight_decay=0.1"
-SHORT = "--train.max_samples=360 --train.log_every_samples=60 --eval.every_samples=360 --pictures.count=0"
-FEW = "--data.train_samples=240 --data.val_samples=72 --checkpoint.save=false"
-
-
-def test_the_tiny_that_older_figures_are_of_gives_its_losses(tmp_path, monkeypatch):
-    """The keys of tiny until 2026-11-27, with few samples; the losses are those of a67c80a4. A toy has one thread."""
-    threads = []
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    folders = [f"--run.dir={tmp_path / 'run'}", *data_overrides(tmp_path / "set")]
-    options = f"{FIRST_TINY} {FIRST_RATE} {SHORT} {FEW}".split()
-    assert called("train.py", str(ROOT / "configs/tiny.toml"), *folders, *options) == 0
-    assert threads == [1]
-    losses = [1.5936078, 1.5719641, 1.6032622, 1.5709643, 1.5592206, 1.5505676]
-    assert column(tmp_path / "run", "loss") == pytest.approx(losses, rel=1e-5)
-    assert column(tmp_path / "run", "val_loss", "eval.jsonl") == pytest.approx([1.9854094, 1.9139704], rel=1e-5)
