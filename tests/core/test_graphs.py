@@ -6,15 +6,13 @@ What only a device can show is in test_gpu_graph.py.
 import inspect
 import json
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
-import graph_ranks
 import pytest
 import stand_in
 import torch
 from conftest import called, micro_config, micro_run, refusal, require_identical, script
-from graph_ranks import everything, history, require_same_history
+from graph_ranks import everything, require_same_history
 from precision_ranks import FP8_RUN, fp8_config
 from run_files import contents, require_equal_runs
 from stand_in import Log, Recorder
@@ -279,22 +277,6 @@ def test_whatever_a_graph_keeps_of_its_capture_is_told(log, make, monkeypatch):
 # Replays
 
 
-def require_alike_by_graphs(found, want):
-    require_same_history(found, want)
-    assert len({tuple(losses) for losses in found["validations"]}) == 4, "an evaluation has used stale weights"
-    assert found["validations"][-1] == found["afterwards"], "eager weights differ from those of the graphs"
-
-
-def test_replays_are_bit_identical_to_eager_steps(log, micro, world):
-    own = {"train__micro_batch": 6, "eval__batch": 24, "optim__ema_half_life": 60}
-    found, want = (
-        history(micro_config(Path(micro.data.train).parent, compute__cuda_graphs=enabled, **own), world)
-        for enabled in ("auto", "off")
-    )
-    require_alike_by_graphs(found, want)
-    assert log.count("replay train") == PROOF + graph_ranks.STEPS
-
-
 @pytest.mark.slow
 def test_replays_are_bit_identical_to_eager_steps_at_two_ranks(shapes_dir, tmp_path):
     process = script(
@@ -302,8 +284,11 @@ def test_replays_are_bit_identical_to_eager_steps_at_two_ranks(shapes_dir, tmp_p
     )
     assert process.returncode == 0, process.stderr[-4000:]
     for rank in range(2):
-        found = torch.load(tmp_path / f"rank_{rank}.pt")
-        require_alike_by_graphs(found["captured"], found["eager"])
+        both = torch.load(tmp_path / f"rank_{rank}.pt")
+        found = both["captured"]
+        require_same_history(found, both["eager"])
+        assert len({tuple(losses) for losses in found["validations"]}) == 4, "an evaluation has used stale weights"
+        assert found["validations"][-1] == found["afterwards"], "eager weights differ from those of the graphs"
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +299,7 @@ def eager(shapes_dir, tmp_path_factory):
     return folder
 
 
-def test_a_run_by_graphs_is_the_eager_run(eager, log, tmp_path, shapes_dir, monkeypatch, capsys):
+def test_a_run_by_graphs_is_the_eager_run_bit_for_bit(eager, log, tmp_path, shapes_dir, monkeypatch, capsys):
     """Batch and rate are in place before each replay. All ranks drop the graphs before they leave the group."""
     filled, rates = [], []
     copy_next, replay = trainer.copy_next, stand_in.Graph.replay

@@ -61,8 +61,8 @@ def test_micro_model_agrees_with_diffusers():
     assert_parity(ours | to_diffusers(parameter_gradients, MICRO_MODEL), theirs)
 
 
-def test_rope_turns_neighbours_in_fp32():
-    """A second implementation: features (2r, 2r + 1) as one complex number times e^(i * position * omega_r)."""
+def test_the_angles_of_rope_are_exact_in_fp32():
+    """As complex numbers e^(i * position * omega_r), at schnell's sizes. Parity with diffusers proves their use."""
     position = torch.arange(65, dtype=torch.float64)
     positions_S3 = torch.stack((position, position.flip(0), (position * 7) % 65), dim=1)
     omega_R = torch.tensor([10_000 ** (-2 * r / size) for size in (16, 56, 56) for r in range(size // 2)]).double()
@@ -70,11 +70,6 @@ def test_rope_turns_neighbours_in_fp32():
     rope_SR2 = model.rope_table(positions_S3, (16, 56, 56), 10_000)
     turns_SR = torch.view_as_complex(rope_SR2.double())
     torch.testing.assert_close(turns_SR, torch.polar(torch.ones_like(phase_SR), phase_SR), rtol=0, atol=1e-5)
-
-    x_BSHK = torch.randn(2, 65, 3, 128, generator=torch.Generator().manual_seed(0))
-    turned = torch.view_as_complex(x_BSHK.double().unflatten(-1, (-1, 2))) * turns_SR[:, None]
-    rotated_BSHK = model.apply_rope(x_BSHK, rope_SR2)
-    torch.testing.assert_close(rotated_BSHK.double(), torch.view_as_real(turned).flatten(-2), rtol=0, atol=2e-6)
 
 
 def test_rms_norm_has_eps_1e_6():

@@ -5,12 +5,11 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 from conftest import MICRO
 from run_files import contents
 from shard_damage import opened
 
-from flux_ref import config_file, dataset, flow, toy
+from flux_ref import config_file, dataset, toy
 from flux_ref.config import ModelConfig
 from tools.prepare import __main__ as commands
 
@@ -29,18 +28,6 @@ def test_encode_inverts_decode_and_keeps_the_lowest_frequencies_and_flat_colours
     for colour in toy.COLOURS.values():
         flat = np.broadcast_to(2 * np.array(colour)[:, None, None] - 1, (3, 16, 8))
         np.testing.assert_allclose(toy.decode(toy.encode(flat)), flat, atol=1e-5)
-
-
-def test_latents_have_about_zero_mean_and_unit_variance():
-    """Under FLUX.1's own shift and scale, over all drawings."""
-    means = [toy.encode(toy.render(drawing, 64, 64)) for drawing in toy.all_drawings()]
-    mean = torch.from_numpy(np.stack(means))
-    assert mean.shape[1:] == (16, 8, 8)
-    latent = flow.sample_latent(
-        mean, torch.full_like(mean, toy.LOGVAR), torch.randn(mean.shape, generator=torch.Generator().manual_seed(0))
-    )
-    assert abs(latent.mean()) < 0.1
-    assert 0.8 < latent.var() < 1.2
 
 
 def test_held_out_has_each_colour_and_shape_once_and_training_has_the_rest():
@@ -127,9 +114,7 @@ def test_words_of_own_captions_that_share_letters_are_near():
     wide = ModelConfig(text_tokens=1, t5_dim=4, clip_dim=8192)
     for one, other, own, cosine in (
         ("diamond", "diamonds", True, 6 / math.sqrt(7 * 8) / 2),
-        ("flower", "sunflower", True, 5 / math.sqrt(6 * 9) / 2),
         ("ring", "cross", True, 0),
-        ("a", "", True, 0),
         ("diamond", "diamonds", False, 0),
     ):
         first, second = (toy.encode_caption(word, wide, own)["clip"] for word in (one, other))

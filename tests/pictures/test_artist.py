@@ -91,7 +91,6 @@ def test_the_sheet_holds_each_picture_above_its_caption_and_the_strip_first_rows
         tile = pixels[6 + 202 * (number // 6) :, 6 + 166 * (number % 6) :][:196, :160]
         assert (tile[:160] == round((max(value, -1) + 1) * 127.5)).all()
         assert (tile[160:] < 100).any() == (number < 6), "captions are below, the empty one, too"
-    (tmp_path / "000000002 (1).png").write_bytes(b"a copy of somebody")
     artist.strip(tmp_path, 64)
     strip = np.asarray(Image.open(tmp_path / "strip.png"))[:-42, 90:]
     rows = strip.reshape(3, 166, *pixels.shape[1:])

@@ -136,16 +136,6 @@ def test_every_device_with_fp8_has_its_formats_and_layouts(monkeypatch):
         assert fp8.architecture(torch.device(kind)) == name
 
 
-def test_recomputing_a_block_changes_no_bit(world):
-    found = []
-    for recompute in ("none", "block"):
-        cfg = fp8_config(compute__activation_checkpointing=recompute)
-        state = lively_state(cfg, world)
-        steps(state, cfg, world, count=2)
-        found.append(whole(state.net) | {"history": state.recipe.history})
-    require_identical(*found)
-
-
 def test_validation_has_dynamic_scales_and_notes_nothing_and_bf16_may_be_asked_for(world):
     sums = {}
     losses = {}

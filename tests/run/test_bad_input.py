@@ -125,7 +125,6 @@ def test_a_finished_run_is_kept_and_what_does_not_fit_is_refused(attempt, shapes
     for name, argv, words in (
         ("train.py", again, [run, "run.dir", "run.start_fresh=true"]),
         ("eval.py", [run, "--model.double_blocks=3"], ["missing", "double_blocks.2."]),
-        ("eval.py", [run, "--eval.bacth=3"], ["eval.batch"]),
         ("eval.py", [tmp_path], [tmp_path, "give a run, a checkpoint"]),
     ):
         code, out, line = attempt(*argv, name=name)

@@ -1,7 +1,6 @@
 """README's first command and the compliance run, as a user types them. Each takes minutes."""
 
 import shutil
-import time
 
 import pytest
 from compliance import RULESETS, check
@@ -11,11 +10,6 @@ from run_files import column, event
 from flux_ref import mlperf_closed
 
 
-def sheets(folder):
-    """The sheets of pictures, oldest first."""
-    return sorted((folder / "runs/tiny/samples").glob("0*.png"))
-
-
 def first_command(folder, *overrides):
     """README's first command in a folder that holds the code alone, and eval.py after it.
 
@@ -23,15 +17,12 @@ def first_command(folder, *overrides):
     """
     for name in ("train.py", "eval.py", "flux_ref", "configs"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, folder / name)
-    begin = time.perf_counter()
     done = script("train.py", *overrides, ranks=1, cwd=folder, timeout=900)
-    print(f"wall time {time.perf_counter() - begin:.0f} s")
     assert done.returncode == 0, done.stderr
     assert "967,040 parameters" in done.stdout  # what runs is said
     losses = column(folder / "runs/tiny", "val_loss", "eval.jsonl")
-    print(f"validation loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     assert len(list((folder / "runs/tiny/checkpoints").iterdir())) == len(losses) - 1  # all but the start
-    assert (folder / "runs/tiny/samples/strip.png").exists() and sheets(folder)
+    assert (folder / "runs/tiny/samples/strip.png").exists()
     evaluated = script("eval.py", "runs/tiny", ranks=0, cwd=folder, timeout=300)
     assert f"{losses[-1]:.4f}" in evaluated.stdout, evaluated.stderr
     return losses

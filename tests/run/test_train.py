@@ -7,14 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from conftest import MICRO, called, data_overrides, micro_run, require_identical, trained
 from PIL import Image
 from run_files import column, event, events, lines
 
 from flux_ref import config, config_file
 from flux_ref.cli import Refusal
-from flux_ref.mlperf_log import BenchmarkLog
 from flux_ref.model import parameter_table
 from flux_ref.pictures import artist
 
@@ -141,16 +139,6 @@ def test_no_data_is_opened_before_run_start(run, shapes_dir, tmp_path):
     run("--train.max_samples=12")
     watching.clear()
     assert opened == {"shard_000000.tar": True, "t5_empty.npy": True, "clip_empty.npy": True}
-
-
-def test_no_group_is_made_after_run_start(run, monkeypatch):
-    """At many ranks a group takes seconds."""
-    made, started = [], []
-    new_group, run_start = dist.new_group, BenchmarkLog.run_start
-    monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: (made.append(kwargs), new_group(*args, **kwargs))[1])
-    monkeypatch.setattr(BenchmarkLog, "run_start", lambda log: (started.append(len(made)), run_start(log))[1])
-    run("--pictures.count=1", "--pictures.every_samples=24")
-    assert started == [len(made)] and len(made) >= 2, made
 
 
 def test_a_refusal_leaves_no_folder(run, capsys):

@@ -6,7 +6,6 @@ PYTHONPATH=.:tests/helpers python tests/tables/page.py          write both anew
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
 
@@ -82,7 +81,7 @@ A framework that needs equal shards adds zeros to these tensors, or copies them 
 """
 
 
-def markdown(header: str, rows: Iterable[Iterable[object]]) -> str:
+def markdown(header, rows):
     """A table. header: the names of the columns, with | between; > before a name aligns the column to the right."""
     columns = header.split(" | ")
     rules = ["---:" if name.startswith(">") else "---" for name in columns]
@@ -90,14 +89,14 @@ def markdown(header: str, rows: Iterable[Iterable[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def keys() -> Iterator[list[str]]:
+def keys():
     """Every key of a config, as config.py declares it."""
     for key, known in KEYS.items():
         default = config_file.toml_text(known.default)
         yield [f"`{key}`", f"`{default}`", "yes" if known.resume else "", known.closed]
 
 
-def parameters() -> Iterator[list[object]]:
+def parameters():
     """Every parameter. A row stands for the parameters of one name in all blocks of a kind."""
     parts = weights.parts_from_diffusers(BENCHMARK.model)
     counts = Counter(map(_fold, SHAPES))
@@ -114,18 +113,18 @@ def parameters() -> Iterator[list[object]]:
         yield [f"`{_fold(name)}`", counts[_fold(name)], size, start, "yes" if is_fp8 else "no", theirs]
 
 
-def _fold(name: str) -> str:
+def _fold(name):
     return re.sub(r"(blocks)\.\d+\.", r"\1.*.", name)
 
 
-def operations() -> Iterator[list[object]]:
+def operations():
     """The arithmetic of every matrix product and attention of the net."""
     for op in flops_and_bytes.operations(BENCHMARK.model):
         figures = [f"{figure / GFLOP:.4g}" for figure in (op.forward, op.backward)]
         yield [f"`{op.name}`", op.times, op.rows, *figures]
 
 
-def sent() -> Iterator[list[object]]:
+def sent():
     """The bytes that a rank sends in a step."""
     keeping = config_file.replace(BENCHMARK, parallel__kept_regions=-1)
     for replicas, shards in MESHES:
@@ -135,7 +134,7 @@ def sent() -> Iterator[list[object]]:
         yield [f"{replicas} x {shards}", *(f"{figure / GB:.2f}" for figure in figures)]
 
 
-def page() -> str:
+def page():
     """The tables, each under its heading."""
     header = "replicas x shards | >all-gather | >all-gather, weights kept | >reduce-scatter | >all-reduce of replicas"
     return TEXT.format(
@@ -149,7 +148,7 @@ def page() -> str:
     )
 
 
-def sample() -> str:
+def sample():
     """The log of a run of one evaluation, with made-up times and places."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"

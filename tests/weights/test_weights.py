@@ -85,10 +85,10 @@ def foreign():
         want = {name: tensor.to(dtype).float() for name, tensor in plain.items()}
         file = {name: tensor.to(dtype) for name, tensor in theirs.items()}
         yield f"diffusers, {dtype}", {one: file}, want, ""
-        yield f"a variant of diffusers, {dtype}", {one.replace(".", ".fp16.", 1): file}, want, ""
-        names = [*file]
-        shards = {f"diffusion_pytorch_model-0000{i}-of-00002.safetensors": names[i - 1 :: 2] for i in (1, 2)}
-        yield f"shards, {dtype}", {name: {key: file[key] for key in keys} for name, keys in shards.items()}, want, ""
+    yield "a variant of diffusers", {one.replace(".", ".fp16.", 1): file}, want, ""
+    names = [*file]
+    shards = {f"diffusion_pytorch_model-0000{i}-of-00002.safetensors": names[i - 1 :: 2] for i in (1, 2)}
+    yield "shards", {name: {key: file[key] for key in keys} for name, keys in shards.items()}, want, ""
     for prefix in ("", "model.diffusion_model.", "diffusion_model.", "module.", "transformer."):
         yield f"prefix {prefix}", {"x.safetensors": named(prefix, plain)}, plain, ""
     stored, meant = fp8(plain)
