@@ -55,12 +55,9 @@ def make(world):
     return fresh
 
 
-FEW = {"model__double_blocks": 1, "model__single_blocks": 2}
-
-
 def small(**values):
-    own = {"train__global_batch": 2, "eval__batch": 2, "train__synthetic_steps": 1}
-    return micro_config(**(FEW | own | values))
+    own = {"model__double_blocks": 1, "model__single_blocks": 2, "train__global_batch": 2, "eval__batch": 2}
+    return micro_config(**(own | values))
 
 
 def train(folder, data, *overrides):
@@ -376,7 +373,7 @@ def test_where_graphs_leave_no_memory_for_pictures_a_line_says_so_and_training_g
 
 
 def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, make, monkeypatch):
-    steps = make(fp8_config(precision__dynamic_steps=2, **FEW))
+    steps = make(fp8_config(precision__dynamic_steps=2))
     scaling, capture = [], Recorder.capture
     linear = next(module for module in steps.state.net.modules() if isinstance(module, PolicyLinear))
     monkeypatch.setattr(

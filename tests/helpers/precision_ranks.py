@@ -21,6 +21,7 @@ from flux_ref.trainer import Health, TrainState, train_step, validation_step
 STEPS, ROWS = 4, 12  # samples per step over all ranks
 FACTS = {"run": "a run", "train_samples": 50, "val_samples": 45}
 SIZES = {"model__hidden": 48, "model__rope_axes": (8, 4, 4), "model__text_tokens": 16, "model__latent_width": 16}
+SIZES |= {"model__double_blocks": 1, "model__single_blocks": 2}
 
 # Of a run by train.py in such sizes: 3 steps, whose pictures are drawn from weights that stay gathered.
 FP8_RUN = [
@@ -91,7 +92,7 @@ def gathered(cfg, world):
     plain = getattr(dist, GATHER)
     with mock.patch.object(dist, GATHER, lambda out, *a, **k: (sent.append(out.nbytes), plain(out, *a, **k))[1]):
         state = lively_state(cfg, world)
-        losses = steps(state, cfg, world)
+        losses = steps(state, cfg, world, count=2)
         figures = {"sums": validated(state, cfg), "losses": torch.tensor(losses), "history": state.recipe.history}
     reshard(state.net)
     return figures | whole(state.net), sum(sent)

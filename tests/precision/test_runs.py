@@ -32,7 +32,6 @@ def test_a_run_that_stops_before_at_or_after_its_switches_goes_on_bit_for_bit(wo
     """Also from the checkpoint of a run that did not know of them. The state that goes on has taken other steps."""
     switch = ((4 * ROWS, "fp8_delayed"), (6 * ROWS, "bf16"))
     own = {"precision__preset": preset, "precision__dynamic_steps": 1, "precision__history": 9}
-    own |= {"model__double_blocks": 1, "model__single_blocks": 1}
     never = fp8_config(run__dir=str(tmp_path / "never"), train__max_samples=9 * ROWS, **own)
     cfg = config_file.replace(never, run__dir=str(tmp_path / "run"), precision__switch=switch)
     runs = {}
