@@ -4,12 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
-import step_memory
 import torch
 from bench_report import report_of
 from conftest import MICRO, data_overrides
 
-from bench import ceiling, common, fake_ranks, race, step
+from bench import ceiling, common, race, step
 from flux_ref import config_file
 from flux_ref.cli import Fault
 from tools import flops_and_bytes
@@ -71,7 +70,7 @@ BF16 = ("--compute.dtype=bf16", "--parallel.reduce_dtype=bf16", "--train.global_
 
 
 @pytest.mark.slow
-def test_one_process_as_a_rank_of_eight_sends_and_holds_what_is_planned(tmp_path):
+def test_one_process_as_a_rank_of_eight_sends_what_is_planned(tmp_path):
     for own in (
         ["--parallel.kept_regions=0"],
         ["--parallel.kept_regions=-1", "--train.micro_batch=12", "--compute.compile=true"],
@@ -80,10 +79,6 @@ def test_one_process_as_a_rank_of_eight_sends_and_holds_what_is_planned(tmp_path
         report = report_of(step, tmp_path, "--fake-ranks=8", "--steps=1", "--warmup=0", *WIDE, *own)
         assert report["ranks"] == 8 and report["synthetic"] and 0 < report["last_loss"] < 10
         assert report["sent_gb"] == pytest.approx(report["planned_sent_gb"]), own
-        cfg = config_file.load(MICRO, [*WIDE, *own])
-        with fake_ranks.fake_world(8, replicate=cfg.parallel.replicate) as world:
-            held = step_memory.tensor_bytes(cfg, world) / 1e9
-        assert held == pytest.approx(report["planned_memory_gb"], rel=0.03), own
 
 
 def test_timed_products_have_their_sizes_and_layouts(monkeypatch):

@@ -16,10 +16,7 @@ from tools.prepare import __main__ as commands
 WORDS = {word for drawing in toy.all_drawings() for word in drawing.caption.split()}
 
 
-def test_encode_inverts_decode_and_keeps_the_lowest_frequencies_and_flat_colours():
-    for axis, count in enumerate((8, 4, 4)):
-        kept = {(u, v) for c, u, v in zip(toy.CHANNEL, toy.ROW, toy.COLUMN) if c == axis}
-        assert len(kept) == count and max(map(sum, kept)) <= min(map(sum, set(np.ndindex(8, 8)) - kept))
+def test_encode_inverts_decode_and_keeps_flat_colours():
     grey = toy.encode(np.zeros((3, 32, 48), np.float32))
     mean = grey + 0.5 * np.random.default_rng(0).standard_normal(grey.shape).astype(np.float32)
     picture = toy.decode(mean)
