@@ -32,7 +32,7 @@ TOKEN = "FLUX_REF_TEST_JOB"
 POLL_S = 0.005
 LONG = (  # 24 steps, evaluations after 8, 16 and 24, a checkpoint after every sixth
     *("--train.max_samples=288", "--eval.every_samples=96", "--checkpoint.every_samples=72"),
-    *("--train.log_every_samples=12", "--run.watchdog_s=20"),
+    *("--train.log_every_samples=12", "--run.watchdog_s=20", "--eval.batch=8"),
 )
 
 
