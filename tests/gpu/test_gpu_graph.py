@@ -146,6 +146,6 @@ def test_a_run_ends_soon_after_its_last_line_and_after_an_error_amid_training(tr
 def test_the_capture_of_a_step_that_waits_for_the_device_is_a_fault_and_the_device_stays_of_use(world):
     """The last test of this file: after a failed capture torch 2.11 returns no memory to the device."""
     steps = make(world)
-    with pytest.raises(Fault, match=r"a step cannot be captured: .*; set graph\.enabled=off"):
+    with pytest.raises(Fault, match=r"a step cannot be captured: .*; set compute\.cuda_graphs=off"):
         steps._captured(lambda: (steps.train(), float(steps.health.loss)))
     assert float(torch.ones(4, device=world.device).sum()) == 4 and not steps.graphs

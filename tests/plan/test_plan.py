@@ -182,7 +182,7 @@ CASES = {
     "1 rank": (1, 8, {}),
     "8 ranks": (8, 8, {}),
     "kept": (8, 8, {"parallel__kept_regions": -1}),
-    "some kept": (8, 8, {"parallel__kept_regions": 2}),
+    "some kept": (8, 8, {"parallel__kept_regions": 2, "train__global_batch": 8}),
     "bf16 reduced": (8, 8, {"parallel__reduce_dtype": "bf16", "parallel__region_blocks": 2}),
     "recomputed": (8, 8, {"compute__activation_checkpointing": "block"}),
     "hsdp": (8, 4, {"parallel__reduce_dtype": "bf16", "parallel__kept_regions": -1}),
@@ -301,14 +301,14 @@ def test_without_graphs_a_step_takes_at_least_the_time_of_the_host():
 
 # The command
 
-ARGS = [str(MICRO), "--gpus", "4", "--gpu", "h200"]
+ARGS = [str(MICRO), "--train.global_batch=4", "--gpus", "4", "--gpu", "h200"]
 
 
 def test_the_command_prints_the_plan(capsys):
     assert commands.main([*ARGS, "--eval.batch=4", "--price-per-gpu-hour=2"]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
-    one = plan.make(config_file.load(MICRO, ["--eval.batch=4"]), Machine(GPU, ASSUMED, 4))
+    one = plan.make(config_file.load(MICRO, ["--eval.batch=4", "--train.global_batch=4"]), Machine(GPU, ASSUMED, 4))
     tensors = sum(one.instant.parts.values())
     assert one.total == pytest.approx(tensors * (1 + ASSUMED.margin) + one.graphs + ASSUMED.outside_gb * 1e9)
     assert one.samples == SMALL.train.max_samples and one.evaluations * one.evaluation < one.train

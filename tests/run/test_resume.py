@@ -43,8 +43,10 @@ def whole(shapes_dir, tmp_path_factory):
 def two_ranks(tmp_path_factory):
     """The folder of a LONG run by 2 ranks that made its data: data, run and records. Tests must not change it."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    code, said = killing.launch(folder, folder / "data")
-    assert code == 0, said[-4000:]
+    (folder / "records").mkdir()
+    argv = micro_run(folder / "data", folder / "run", *killing.LONG)
+    done = conftest.script("tests/helpers/killing.py", folder / "records", *argv, ranks=2)
+    assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
 
