@@ -28,7 +28,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from flux_ref import checkpoint, cli, config, config_file, ranks, sharding, toy, weights
+from flux_ref import checkpoint, cli, config, config_file, ranks, sharding, weights
 from flux_ref.cli import Options, Refusal, Say, printable, shown
 from flux_ref.config import Config
 from flux_ref.dataloader import ValSet
@@ -107,7 +107,6 @@ def evaluate(cfg: Config, world: World, paths: list[Path], options: argparse.Nam
         # A wrong file is named before the data set is opened.
         if paths[0].exists():  # else training has deleted it; see below
             weights.open_source(paths[0], cfg.model, options.ema)
-        unknown = toy.unknown_words(options.prompts, cfg)
         val_set = None
         if not (options.draw_only and options.prompts):
             if not cfg.data.val:
@@ -149,8 +148,6 @@ def evaluate(cfg: Config, world: World, paths: list[Path], options: argparse.Nam
             if pictures := artist.paint(steps.net, at):  # on rank 0
                 artist.save(pictures, place)
             record["pictures"] = str(place)
-            if unknown:
-                record["unknown_words"] = unknown
         if world.rank == 0:
             print(json.dumps(record) if options.json else text(record))
 

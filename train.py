@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     cli.notice(f"flux_ref trains {path}; data: {cfg.data.train}; the run's files: {config.run_dir(cfg)}")
     with contextlib.ExitStack() as stack:
         # Prepare: ranks, data sets, the run's folder
-        alive = stack.enter_context(Watchdog("train.py", cfg.run.watchdog_s))
+        alive = stack.enter_context(Watchdog("train.py", cfg.run.watchdog_s, config.run_dir(cfg)))
         world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
         alive.share(world.store)
         config_file.validate_world(cfg, world.size)

@@ -7,18 +7,20 @@ compute dtype and, where the device has it, in FP8; the mean weighs each by its 
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
-import argparse
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import gcd
+from statistics import median
 
 import torch
 from torch import Tensor
 
 from bench import common
-from bench.common import Clock
+from bench.common import END, Clock
 from flux_ref import cli
 from flux_ref.cli import Refusal, between
 from flux_ref.config import Config, ModelConfig
@@ -29,8 +31,8 @@ from flux_ref.ranks import World
 from tools import flops_and_bytes
 
 WARMUP = 5
-REPEATS = {"cpu": 5, "accelerator": 20}
-SQUARES = {"cpu": (512, 1024), "accelerator": (4096, 8192)}
+REPEATS = {"cpu": 5, "cuda": 20}
+SQUARES = {"cpu": (512, 1024), "cuda": (4096, 8192)}
 
 
 @dataclass(frozen=True)
@@ -50,27 +52,32 @@ class Product:
         return 2 * self.m * self.n * self.k / 1e12
 
 
+Call = Callable[[], Tensor]  # computes a product
+Make = Callable[[Product], Call]
+Kinds = tuple[torch.dtype, torch.dtype]  # for forward, for gradients
+
+
 def products(model: ModelConfig, micro_batch: int) -> list[Product]:
     """The products of every linear layer of the blocks that sees tokens; modulation sees one vector and is left out."""
-    counts: Counter[tuple[str, str, int, int, int]] = Counter()
+    counts = Counter[tuple]()
     for name, layer in layers(model).items():
         in_block = name.split(".", 2)[2]
         counts.update((in_block, kind, *sizes) for kind, sizes in layer.sizes(micro_batch).items())
     return [Product(*found, count) for found, count in counts.items()]
 
 
-def fp8_kinds(device: torch.device, wanted: list[Product]) -> tuple[torch.dtype, torch.dtype]:
+def fp8_kinds(device: torch.device, wanted: list[Product]) -> Kinds:
     """(kind for forward, kind for gradients) of a device. Raises: Refusal where it cannot multiply these in FP8."""
     if not has_kernel(device):
         raise Refusal("a CPU decodes FP8 and multiplies in fp32")
     for product in wanted:
-        if any(size % MULTIPLE for size in (product.m, product.n, product.k)):
+        if gcd(product.m, product.n, product.k, MULTIPLE) < MULTIPLE:
             size = f"a size that is not a multiple of {MULTIPLE}"
             raise Refusal(f"{product.layer} {product.kind} has {size}")
     return support(architecture(device))[:2]
 
 
-def plain(product: Product, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
+def plain(product: Product, device: torch.device, dtype: torch.dtype) -> Call:
     """A call of the product in the layout in which nn.Linear and its backward have it; allocates nothing."""
     m = product.m
     n = product.n
@@ -81,7 +88,7 @@ def plain(product: Product, device: torch.device, dtype: torch.dtype) -> Callabl
     return lambda: torch.mm(left, right, out=out)
 
 
-def fp8(product: Product, device: torch.device, kinds: tuple[torch.dtype, torch.dtype]) -> Callable[[], Tensor]:
+def fp8(product: Product, device: torch.device, kinds: Kinds) -> Call:
     """The same in FP8 with one scale per tensor: rows of the left and columns of the right lie in memory (TN).
 
     Gradients are the left operand of grad_input and grad_weight; only forward sums fast, as training does.
@@ -104,9 +111,15 @@ def random(rows: int, columns: int, device: torch.device, dtype: torch.dtype) ->
     return torch.randn(rows, columns, device=device, dtype=torch.bfloat16).to(dtype)
 
 
-def time_ms(call: Callable[[], object], clock: Clock) -> float:
-    """Median milliseconds of a call after warming up."""
-    return clock.repeated("product", REPEATS["cpu" if clock.device.type == "cpu" else "accelerator"], call, WARMUP)
+def time_ms(call: Call, clock: Clock) -> float:
+    """Median milliseconds of a call after warming up. The device may overlap calls."""
+    for i in range(WARMUP + REPEATS[clock.device.type]):
+        if i == WARMUP:
+            clock.start()
+        clock.mark("call")
+        call()
+        clock.mark(END)
+    return median(step["call"] for step in clock.steps())
 
 
 def ceiling(cfg: Config, micro_batch: int, clock: Clock) -> dict:
@@ -115,8 +128,8 @@ def ceiling(cfg: Config, micro_batch: int, clock: Clock) -> dict:
     Rates in 1e12 FLOP/s.
     """
     wanted = products(cfg.model, micro_batch)
-    tflop = sum(product.tflop * product.per_step for product in wanted)
-    report = {
+    tflop = total_tflop(wanted)
+    report: dict = {
         "micro_batch": micro_batch,
         "dtype": cfg.compute.dtype,
         "tflop": tflop,
@@ -125,29 +138,37 @@ def ceiling(cfg: Config, micro_batch: int, clock: Clock) -> dict:
     }
     try:
         kinds = fp8_kinds(clock.device, wanted)
+        report["fp8"] = timed(wanted, partial(fp8, device=clock.device, kinds=kinds), clock)
     except Refusal as error:
-        return report | {"fp8": str(error)}
-    return report | {"fp8": timed(wanted, partial(fp8, device=clock.device, kinds=kinds), clock)}
+        report["fp8"] = str(error)
+    return report
 
 
-def maker(cfg: Config, clock: Clock) -> Callable[[Product], Callable]:
+def total_tflop(wanted: list[Product]) -> float:
+    return sum(product.tflop * product.per_step for product in wanted)
+
+
+def maker(cfg: Config, clock: Clock) -> Make:
     """What makes the calls of products in the compute dtype."""
     return partial(plain, device=clock.device, dtype=DTYPES[cfg.compute.dtype])
 
 
-def timed(wanted: list[Product], make: Callable[[Product], Callable], clock: Clock) -> dict:
+def timed(wanted: list[Product], make: Make, clock: Clock) -> dict:
     """Milliseconds and rates of products alone and of all together. Layers of equal sizes are timed once."""
-    times: dict[tuple, float] = {}
+    times: dict[Product, float] = {}
     rows = []
     for product in wanted:
-        key = (product.kind, product.m, product.n, product.k)
+        key = replace(product, layer="", per_step=1)
         if key not in times:
             times[key] = time_ms(make(product), clock)
         rows.append(asdict(product) | {"ms": times[key], "tflop_per_s": product.tflop / times[key] * 1e3})
     ms = sum(row["ms"] * row["per_step"] for row in rows)
-    tflop = sum(product.tflop * product.per_step for product in wanted)
-    square = best_square(make, clock)
-    return {"ms": ms, "tflop_per_s": tflop / ms * 1e3, "square_tflop_per_s": square, "products": rows}
+    return {
+        "ms": ms,
+        "tflop_per_s": total_tflop(wanted) / ms * 1e3,
+        "square_tflop_per_s": best_square(make, clock),
+        "products": rows,
+    }
 
 
 def achieved(cfg: Config, samples_per_s: float, clock: Clock) -> dict[str, float]:
@@ -158,27 +179,21 @@ def achieved(cfg: Config, samples_per_s: float, clock: Clock) -> dict[str, float
     return {"per_sample": per_sample, "per_s_per_rank": rate, "ceiling_per_s": roof, "share_of_ceiling": rate / roof}
 
 
-def best_square(make: Callable[[Product], Callable], clock: Clock) -> float:
+def best_square(make: Make, clock: Clock) -> float:
     """1e12 FLOP/s of the best square product."""
-    sizes = SQUARES["cpu" if clock.device.type == "cpu" else "accelerator"]
-    squares = [Product("square", "square", size, size, size) for size in sizes]
+    squares = [Product("square", "square", size, size, size) for size in SQUARES[clock.device.type]]
     return max(square.tflop / time_ms(make(square), clock) * 1e3 for square in squares)
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the overrides of the config. Raises: Refusal."""
-    parser = common.options("bench.ceiling", __doc__)
-    parser.add_argument("--micro-batches", type=between(1, common.MOST), nargs="+", default=[8])
-    return parser.parse_known_args(argv)
-
-
-def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
+def measure(cfg: Config, world: World, args: Namespace) -> dict:
     clock = Clock(world.device)
     return {"ceilings": [ceiling(cfg, rows, clock) for rows in args.micro_batches]}
 
 
 def main(argv: list[str]) -> int:
-    return common.run("bench.ceiling", argv, parse, measure)
+    parser = common.options("bench.ceiling", __doc__)
+    parser.add_argument("--micro-batches", type=between(1, common.MOST), nargs="+", default=[8])
+    return common.run(parser, argv, measure)
 
 
 if __name__ == "__main__":

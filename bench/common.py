@@ -13,7 +13,6 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path
 from pprint import pformat
-from statistics import median
 from typing import Any
 
 import torch
@@ -35,21 +34,28 @@ MOST = 10**9
 CPUINFO = Path("/proc/cpuinfo")  # Linux
 
 
-def options(name: str, text: str, **defaults: int) -> Options:
-    """A parser with --config, --json and, where defaults are given, --steps and --warmup."""
+def options(name: str, text: str) -> Options:
+    """A parser with --config and --json."""
     parser = Options(f"python -m {name}", text)
     parser.add_argument("--config", default="configs/tiny.toml")
     json_option.json_option(parser)
-    for option, default in defaults.items():
-        parser.add_argument(f"--{option}", type=between(option != "warmup", MOST), default=default)
     return parser
 
 
-def head(name: str, argv: list[str], device: torch.device) -> dict:
-    """What is needed to repeat or to doubt the figures of a report."""
-    launcher = f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']}" if "RANK" in os.environ else "python"
+def step_options(name: str, text: str) -> Options:
+    """A parser with --steps and --warmup, too."""
+    parser = options(name, text)
+    parser.add_argument("--steps", type=between(1, MOST), default=20)
+    parser.add_argument("--warmup", type=between(0, MOST), default=3)
+    return parser
+
+
+def head(program: str, argv: list[str], device: torch.device) -> dict:
+    """What is needed to repeat or to doubt the figures of a report. program: as it is called without torchrun."""
+    if "RANK" in os.environ:
+        program = program.replace("python", f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']}", 1)
     return {
-        "command": f"{launcher} -m {name} {shlex.join(argv)}".strip(),
+        "command": f"{program} {shlex.join(argv)}".strip(),
         "commit": commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -60,12 +66,12 @@ def head(name: str, argv: list[str], device: torch.device) -> dict:
     }
 
 
-def run(name: str, argv: list[str], parse: Callable, measure: Callable[[Config, World, Namespace], dict]) -> int:
+def run(parser: Options, argv: list[str], measure: Callable[[Config, World, Namespace], dict]) -> int:
     """A benchmark of a config on this process's ranks; rank 0 gives the report. Collective. Raises: Refusal.
 
-    name: the module. parse(argv) returns its options and the overrides of the config.
+    argv: the options of the parser, and overrides of the config. The terminal leaves the config out.
     """
-    args, overrides = parse(argv)
+    args, overrides = parser.parse_known_args(argv)
     cfg = config_file.load(args.config, overrides)
     with ExitStack() as stack:
         if count := getattr(args, "fake_ranks", None):
@@ -73,19 +79,20 @@ def run(name: str, argv: list[str], parse: Callable, measure: Callable[[Config, 
         else:
             world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
         choose_compile_cache(cfg, world)
-        report = head(name, argv, world.device) if world.rank == 0 else {}  # git is asked once, not on every rank
+        report = head(parser.prog, argv, world.device) if world.rank == 0 else {}  # git is asked on one rank only
         report |= {
             "arch": architecture(world.device),
             "steps_run": graphs.mode(cfg, world.device),
             "ranks": world.size,
             "parameters": sum(prod(shape) for shape in parameter_table(cfg.model).values()),
             "config": config.flat(cfg),
+            "left_out": ALONE if world.size == 1 else None,
         }
-        report |= {"left_out": ALONE} if world.size == 1 else {}
         report |= measure(cfg, world, args)
     ranks.stop()
     if world.rank == 0:
-        give(report, args.json)
+        shown = {name: value for name, value in report.items() if name != "config"}
+        json_option.show(pformat(shown, width=120, compact=True, sort_dicts=False), report, args.json)
     return 0
 
 
@@ -93,12 +100,6 @@ def cpu_name() -> str:
     """The model of this machine's CPU, as Linux knows it."""
     line = re.search(r"model name\s*: (.+)", CPUINFO.read_text()) if CPUINFO.exists() else None
     return line.group(1) if line else platform.processor() or platform.machine()
-
-
-def give(report: dict, to: Path | None) -> None:
-    """Show a report on the terminal and write it where --json says. The terminal leaves the config out."""
-    shown = {name: value for name, value in report.items() if name != "config"}
-    json_option.show(pformat(shown, width=120, compact=True, sort_dicts=False), report, to)
 
 
 class Clock:
@@ -110,25 +111,22 @@ class Clock:
 
     def start(self) -> None:
         """Forget all marks. sync: the device is idle when this returns."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+        torch.get_device_module(self.device).synchronize()
         self.marks = []
 
     def mark(self, label: str) -> None:
         """From here on the time belongs to `label`; END closes a step."""
-        if self.device.type == "cpu":
-            self.marks.append((label, time.perf_counter()))
-            return
-        event = torch.Event(self.device.type, enable_timing=True)
-        event.record()
-        self.marks.append((label, event))
+        moment: Any = time.perf_counter()
+        if self.device.type != "cpu":
+            moment = torch.Event(self.device.type, enable_timing=True)
+            moment.record()
+        self.marks.append((label, moment))
 
     def steps(self) -> list[dict[str, float]]:
         """Milliseconds by label of each step since `start`. sync: waits for the device."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+        torch.get_device_module(self.device).synchronize()
         steps = []
-        spent: defaultdict[str, float] = defaultdict(float)
+        spent = defaultdict[str, float](float)
         for (label, begin), (following, end) in pairwise(self.marks):
             if label != END:
                 spent[label] += (end - begin) * 1e3 if self.device.type == "cpu" else begin.elapsed_time(end)
@@ -136,13 +134,3 @@ class Clock:
                 steps.append(dict(spent))
                 spent.clear()
         return steps
-
-    def repeated(self, label: str, count: int, task: Callable[[], object], warmup: int) -> float:
-        """Median milliseconds of `count` calls of a task after a warm-up. The device may overlap calls."""
-        for i in range(warmup + count):
-            if i == warmup:
-                self.start()
-            self.mark(label)
-            task()
-            self.mark(END)
-        return median(step[label] for step in self.steps())

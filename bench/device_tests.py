@@ -35,7 +35,10 @@ class Outcomes:
         found = set()
         begun: Counter[str] = Counter()
         for text in self.path.read_text().splitlines() if self.path.exists() else []:
-            line = files.json_object(text) or {"test": "", "outcome": ""}  # a killed process may leave half a line
+            line = files.json_object_or_empty(text) or {
+                "test": "",
+                "outcome": "",
+            }  # a killed process may leave half a line
             if line["outcome"] == BEGUN:
                 begun[line["test"]] += 1
             else:
@@ -44,8 +47,8 @@ class Outcomes:
                 found.add(line["test"])
         return found
 
-    def write(self, test: str, outcome: str, **more: str) -> None:
-        files.append(self.path, json.dumps({"test": test, "outcome": outcome} | more) + "\n")
+    def write(self, test: str, outcome: str, reason: str = "") -> None:
+        files.append(self.path, json.dumps({"test": test, "outcome": outcome, "reason": reason}) + "\n")
 
     def pytest_collection_modifyitems(self, config, items) -> None:
         finished = self.finished()
@@ -64,8 +67,7 @@ class Outcomes:
         faulthandler.cancel_dump_traceback_later()
         worst = next((report for report in self.reports if not report.passed), self.reports[-1])
         printed = "".join(f"\n{text}" for _, text in worst.sections)
-        reason = {} if worst.passed else {"reason": f"{worst.longrepr}{printed}"[-TRACE:]}
-        self.write(nodeid, worst.outcome, **reason)
+        self.write(nodeid, worst.outcome, "" if worst.passed else f"{worst.longrepr}{printed}"[-TRACE:])
 
 
 def pytest_addoption(parser) -> None:

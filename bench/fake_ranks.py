@@ -8,7 +8,6 @@ capture, memory, arithmetic, FSDP2's copies.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import ceil
 from unittest.mock import patch
 
 import torch
@@ -16,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from flux_ref import config, ranks
+from flux_ref import ranks
 from flux_ref.config import Config
 from flux_ref.precision.fp8 import architecture
 from flux_ref.ranks import World
-from tools import flops_and_bytes
+from tools.flops_and_bytes import fsdp_layout, sent
 from tools.plan import memory, region_costs
 from tools.plan.plan import GB
 
@@ -71,15 +70,14 @@ def beside_plan(cfg: Config, world: World, step: Callable[[], object]) -> dict:
 
     The plan's memory is to be compared with peak_memory_gb of bench.step's report. GB are 1e9 bytes.
     """
-    rows = config.micro_batch(cfg, world.size)
-    layout = flops_and_bytes.fsdp_layout(cfg, world.size, world.replicas)
-    footprints = region_costs.trace(cfg, architecture(world.device), rows)
-    with counted(world) as sent:
+    layout = fsdp_layout(cfg, world.size, world.replicas)
+    footprints = region_costs.trace(cfg, architecture(world.device), layout.rows)
+    with counted(world) as found:
         step()
-    planned = flops_and_bytes.sent(cfg, layout, micros=ceil(config.rank_batch(cfg, world.size) / rows))
+    planned = sent(layout)
     return {
         "note": f"{world.size} ranks of which one exists: no byte travelled, and nothing waited for links",
-        "sent_gb": {name: size / GB for name, size in sent.items()},
-        "planned_sent_gb": {name: planned[name] / GB for name in sent},
-        "planned_memory_gb": memory.fullest(cfg, layout, footprints, world.size, rows).total / GB,
+        "sent_gb": {name: size / GB for name, size in found.items()},
+        "planned_sent_gb": {name: planned[name] / GB for name in found},
+        "planned_memory_gb": memory.fullest(cfg, layout, footprints).total / GB,
     }

@@ -13,7 +13,7 @@ Exit codes: 0 done, 2 refused.
 import math
 import sys
 import textwrap
-from functools import partial
+from collections import defaultdict
 from pathlib import Path
 from statistics import mean, median
 
@@ -42,17 +42,18 @@ def fit() -> dict[Kind, float]:
     Each card of each source counts alike, whatever its number of systems. Not squares: one system that spends its time
     otherwise would move the share.
     """
-    groups: dict[Kind, dict[tuple[str, str], list[System]]] = {}
-    for system in public.known():
-        if system.fitted:
-            alike = groups.setdefault(kind_of(system), {})
-            alike.setdefault((system.gpu, system.source), []).append(system)
-
-    def loss(kind: Kind, share: float) -> float:
-        sizes = (mean(abs(math.log(error(one, share) + 1)) for one in alike) for alike in groups[kind].values())
-        return mean(sizes)
-
-    return {kind: min((step / 100 for step in range(20, 96)), key=partial(loss, kind)) for kind in sorted(groups)}
+    shares = {}
+    fitted = [system for system in public.known() if system.fitted]
+    for kind in sorted({*map(kind_of, fitted)}):
+        losses = {}
+        for share in (step / 100 for step in range(20, 96)):
+            sizes = defaultdict(list)
+            for system in fitted:
+                if kind_of(system) == kind:
+                    sizes[system.gpu, system.source].append(abs(math.log(error(system, share) + 1)))
+            losses[share] = mean(map(mean, sizes.values()))
+        shares[kind] = min(losses, key=losses.__getitem__)
+    return shares
 
 
 def blind(kind: Kind, shares: dict[Kind, float]) -> float:
@@ -76,7 +77,7 @@ def table() -> str:
         "unseen of all but OUT": [unseen[system] for system in usual],
     }
     for name, found in groups.items():
-        sizes = [abs(one) for one in found]
+        sizes = [*map(abs, found)]
         lines.append(f"{name}: mean {mean(sizes):.0%}, largest {max(sizes):.0%}, of {len(sizes)} systems")
     fitted = (f"{arch} {precision} {share:g}" for (arch, precision), share in shares.items())
     lines += [

@@ -9,12 +9,12 @@ sharded: this compares models, not training systems.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
-import argparse
 import sys
+from argparse import Namespace
 from importlib.metadata import version
-from statistics import median, quantiles
-from typing import NamedTuple
+from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from bench.common import END, Clock
 from flux_ref import cli, config, flow, sharding
 from flux_ref.cli import Fault, Refusal
 from flux_ref.config import Config, ModelConfig
-from flux_ref.dataloader import Batch, allocate, synthetic
+from flux_ref.dataloader import Batch, synthetic
 from flux_ref.flow import image_positions
 from flux_ref.model import Flux
 from flux_ref.precision.recipe import DTYPES
@@ -69,15 +69,11 @@ class DiffusersFlux(nn.Module):
         return result[0]
 
 
-class Contender(NamedTuple):
-    """A net and its optimizer."""
-
-    net: nn.Module
-    opt: torch.optim.Optimizer
+Side = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def prepare(kind: type[OurFlux] | type[DiffusersFlux], cfg: Config, device: torch.device) -> Contender:
-    """Build a net in the compute dtype with random weights and a plain AdamW. Raises: Refusal."""
+def prepare(kind: type[OurFlux] | type[DiffusersFlux], cfg: Config, device: torch.device) -> Side:
+    """A net in the compute dtype with random weights, and a plain AdamW. Raises: Refusal."""
     with torch.device("meta"):
         net = kind(cfg.model)
     net.to_empty(device=device)
@@ -88,11 +84,14 @@ def prepare(kind: type[OurFlux] | type[DiffusersFlux], cfg: Config, device: torc
             parameter.data = parameter.data.normal_(std=0.02).to(DTYPES[cfg.compute.dtype])
     net.materialise(device)
     if cfg.compute.compile:
-        options = sharding.options(device, {}) if kind is OurFlux else None  # as each side's own trainer compiles
-        for block in (*net.double_blocks, *net.single_blocks):
-            block.compile(fullgraph=True, dynamic=False, options=options)
+        blocks = [*net.double_blocks, *net.single_blocks]
+        if kind is OurFlux:  # each side as its own trainer compiles
+            sharding.compile_all(blocks, cfg, device, {})
+        else:
+            for block in blocks:
+                block.compile(fullgraph=True, dynamic=False)
     optim = cfg.optim
-    opt = torch.optim.AdamW(
+    return net, torch.optim.AdamW(
         net.parameters(),
         lr=optim.lr,
         betas=(optim.beta1, optim.beta2),
@@ -100,22 +99,21 @@ def prepare(kind: type[OurFlux] | type[DiffusersFlux], cfg: Config, device: torc
         weight_decay=optim.weight_decay,
         fused=True,
     )
-    return Contender(net, opt)
 
 
-def timed_step(side: Contender, batch: Batch, cfg: Config, clock: Clock) -> float:
+def timed_step(net: nn.Module, opt: torch.optim.Optimizer, batch: Batch, cfg: Config, clock: Clock) -> float:
     """Milliseconds of one step with clipping and AdamW, begun on an idle device."""
     clock.start()
     clock.mark("step")
-    flow.losses(side.net, batch, DTYPES[cfg.compute.dtype]).mean().backward()
-    torch.nn.utils.clip_grad_norm_(side.net.parameters(), cfg.optim.clip_norm)
-    side.opt.step()
-    side.opt.zero_grad(set_to_none=True)
+    flow.losses(net, batch, DTYPES[cfg.compute.dtype]).mean().backward()
+    nn.utils.clip_grad_norm_(net.parameters(), cfg.optim.clip_norm)
+    opt.step()
+    opt.zero_grad(set_to_none=True)
     clock.mark(END)
     return clock.steps()[0]["step"]
 
 
-def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
+def measure(cfg: Config, world: World, args: Namespace) -> dict:
     """Both sides' steps in alternation, and who goes first alternates, too.
 
     ratio: of neighbouring steps the peer's time by ours, the median; above 1 ours is faster. Raises: Refusal, Fault.
@@ -123,37 +121,31 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     if world.size > 1:
         raise Refusal(f"bench.race compares unsharded models in one process; this is one of {world.size}")
     rows = config.micro_batch(cfg, world.size)
-    batch = allocate(cfg.model, rows, world.device)
-    for key, tensor in synthetic(cfg.model, rows).items():
-        batch[key].copy_(tensor)
+    batch = {name: tensor.to(world.device) for name, tensor in synthetic(cfg.model, rows).items()}
     sides = {"ours": prepare(OurFlux, cfg, world.device), "diffusers": prepare(DiffusersFlux, cfg, world.device)}
-    counts = {name: sum(part.numel() for part in side.net.parameters()) for name, side in sides.items()}
+    counts = {name: sum(part.numel() for part in net.parameters()) for name, (net, _) in sides.items()}
     if len(set(counts.values())) > 1:
         raise Fault(f"these are not the same model: they have {counts} parameters")
     clock = Clock(world.device)
     times: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(args.warmup + args.steps):
         for name in sorted(sides, reverse=bool(i % 2)):
-            times[name].append(timed_step(sides[name], batch, cfg, clock))
-    timed = {name: values[args.warmup :] for name, values in times.items()}
-    ratios = [peer / ours for peer, ours in zip(timed["diffusers"], timed["ours"])]
-    low, ratio, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+            spent = timed_step(*sides[name], batch, cfg, clock)
+            if i >= args.warmup:
+                times[name].append(spent)
+    ratios = [peer / ours for peer, ours in zip(times["diffusers"], times["ours"])]
+    low, ratio, high = np.percentile(ratios, (25, 50, 75)).tolist()
     return {
         "version": version("diffusers"),
         "batch": rows,
         "ratio": ratio,
         "ratio_quartiles": [low, high],
-        "ms": {name: median(values) for name, values in timed.items()},
+        "ms": {name: median(values) for name, values in times.items()},
     }
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the overrides of the config. Raises: Refusal."""
-    return common.options("bench.race", __doc__, steps=20, warmup=3).parse_known_args(argv)
-
-
 def main(argv: list[str]) -> int:
-    return common.run("bench.race", argv, parse, measure)
+    return common.run(common.step_options("bench.race", __doc__), argv, measure)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ ranks on one device. It implies --synthetic.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
-import argparse
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack, closing
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
 from typing import cast
@@ -31,11 +32,11 @@ from bench.common import END, Clock
 from flux_ref import cli, config_file, graphs, ranks, sharding, toy
 from flux_ref.cli import Fault, between
 from flux_ref.config import Config, micro_batch
-from flux_ref.dataloader import Batch, Feed, TrainSet, copy_next
-from flux_ref.precision.recipe import PrecisionRecipe, recipe_of
+from flux_ref.dataloader import Feed, TrainSet, copy_next
+from flux_ref.precision.recipe import recipe_of
 from flux_ref.ranks import World, peak_memory_gb
 from flux_ref.sharding import ShardedFlux
-from flux_ref.trainer import NEVER, Health, Trainer, TrainState, train_step
+from flux_ref.trainer import NEVER, Trainer, TrainState
 
 SPLIT_STEPS = 5
 PROFILED_STEPS = 3
@@ -50,39 +51,28 @@ PARTS = (  # what a kernel, or an operation of a CPU, works for: the first patte
 )
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the overrides of the config. Raises: Refusal."""
-    parser = common.options("bench.step", __doc__, steps=20, warmup=3)
-    parser.add_argument("--synthetic", action="store_true")
-    parser.add_argument("--profile", type=Path, metavar="TRACE.json")
-    parser.add_argument("--fake-ranks", type=between(1, 8192), metavar="N")
-    args, overrides = parser.parse_known_args(argv)
-    args.synthetic = args.synthetic or bool(args.fake_ranks)
-    return args, overrides
-
-
-def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
+def measure(cfg: Config, world: World, args: Namespace) -> dict:
     """Train as train.py does and report the timed steps, their split, memory and FLOP/s. Collective."""
     config_file.validate_world(cfg, world.size)
     clock = Clock(world.device)
-    train_set = None if args.synthetic else data_set(cfg, world)
-    recipe = recipe_of(cfg)
-    recipe.require(micro_batch(cfg, world.size))
-    state = TrainState(build(cfg, world, recipe, args.synthetic), cfg, world)
+    synthetic = args.synthetic or bool(args.fake_ranks)
+    train_set = None if synthetic else data_set(cfg, world)
+    recipe_of(cfg).require(micro_batch(cfg, world.size))
+    state = TrainState(build(cfg, world, synthetic), cfg, world)
     run = graphs.make_trainer(state, cfg, world)
     run.warm_up()
     feed = None
     kernels: dict[str, object] = {}
-    try:
+    with ExitStack() as stack:
         if world.device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats()  # a replay allocates nothing, its capture does
         run.capture()
-        if recipe.state():
+        if state.recipe.state():
             state.set_counters(cfg.precision.dynamic_steps, 0)  # all but the first steps are like those from here on
         if train_set:
             with ranks.agreed():
                 train_set.open()
-            feed = train_set.feed(state.samples)
+            feed = stack.enter_context(closing(train_set.feed(state.samples)))
         run_steps(run, feed, clock, args.warmup)
         clock.start()
         loss = run_steps(run, feed, clock, args.steps)
@@ -90,26 +80,21 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
         if args.profile:
             kernels = profiled(lambda: run_steps(run, feed, clock, PROFILED_STEPS), args.profile, world)
         run.close()  # `split` needs the memory of the graphs
-    finally:
-        if feed:
-            feed.close()
     totals = [sum(step.values()) for step in steps]
     samples_per_s = cfg.train.global_batch * 1e3 / mean(totals)
-    spans = split(cfg, state, run.train_batch, clock)
-    one_step = partial(train_step, state.net, state.opt, run.train_batch, run.health, cfg)
     return {
         "steps": args.steps,
         "warmup": args.warmup,
-        "synthetic": args.synthetic,
+        "synthetic": synthetic,
         "samples_per_s": samples_per_s,
         "step_ms": {"median": median(totals), "min": min(totals), "max": max(totals)},
-        "split_ms": spans,
+        "split_ms": split(run, clock),
         "data_share": sum(step["data"] for step in steps) / sum(totals) if feed else None,
         "peak_memory_gb": max(ranks.gather_objects(peak_memory_gb(world.device))),
         "tflop": ceiling.achieved(cfg, samples_per_s / world.size, clock),
         "last_loss": loss,
         **kernels,
-        **(fake_ranks.beside_plan(cfg, world, one_step) if args.fake_ranks else {}),
+        **(fake_ranks.beside_plan(cfg, world, run.train) if args.fake_ranks else {}),
     }
 
 
@@ -122,18 +107,17 @@ def profiled(task: Callable[[], object], path: Path, world: World) -> dict[str, 
     has_device = world.device.type != "cpu"
     with profile(activities=[ProfilerActivity.CUDA if has_device else ProfilerActivity.CPU]) as profiler:
         task()
-        if has_device:
-            torch.accelerator.synchronize()
+        torch.get_device_module(world.device).synchronize()
     if world.rank == 0:
         profiler.export_chrome_trace(str(path))
     spent = "self_device_time_total" if has_device else "self_cpu_time_total"  # in microseconds
-    found = sorted(profiler.key_averages(), key=lambda one: getattr(one, spent), reverse=True)
-    parts = {part: 0.0 for part, _ in PARTS}
-    kernels = []
-    for one in found:
+    parts = dict.fromkeys(dict(PARTS), 0.0)
+    kernels: list[dict] = []
+    for one in profiler.key_averages():
         ms = getattr(one, spent) / 1e3 / PROFILED_STEPS
         parts[part_of(one.key)] += ms
         kernels.append({"name": one.key, "ms": ms, "calls": one.count / PROFILED_STEPS})
+    kernels.sort(key=itemgetter("ms"), reverse=True)
     return {"kernels": kernels[:TOP], "parts_ms": parts}
 
 
@@ -151,12 +135,12 @@ def data_set(cfg: Config, world: World) -> TrainSet:
         return TrainSet(cfg, world.rank, world.size, world.pin)
 
 
-def build(cfg: Config, world: World, recipe: PrecisionRecipe, synthetic: bool) -> ShardedFlux:
+def build(cfg: Config, world: World, synthetic: bool) -> ShardedFlux:
     """The sharded net; for synthetic batches with random weights in every layer, drawn by the device.
 
     As training begins, gates are zero and so are most gradients; products of zeros cost a device less power and time.
     """
-    net = sharding.build(cfg, world, None if synthetic else cfg.train.seed, recipe)
+    net = sharding.build(cfg, world, None if synthetic else cfg.train.seed)
     if synthetic:
         torch.manual_seed(cfg.train.seed)
         with torch.no_grad():
@@ -185,26 +169,25 @@ def run_steps(steps: Trainer, feed: Feed | None, clock: Clock, count: int) -> fl
     return float(steps.health.loss)
 
 
-def split(cfg: Config, state: TrainState, batch: Batch, clock: Clock) -> dict:
+def split(run: Trainer, clock: Clock) -> dict:
     """Median milliseconds of forward, backward and optimizer over eager steps, each begun on an idle device.
 
     The marks sit in hooks around train_step, so micro-batches add up.
     """
-    before = state.net.register_forward_pre_hook(lambda *_: clock.mark("forward"), prepend=True)
-    after = state.net.register_forward_hook(lambda *_: clock.mark("backward"))  # the loss is counted here
+    before = run.net.register_forward_pre_hook(lambda *_: clock.mark("forward"), prepend=True)
+    after = run.net.register_forward_hook(lambda *_: clock.mark("backward"))  # the loss is counted here
     steps = []
-    health = Health(batch["t"].device)
-    update = state.opt.step
+    update = run.state.opt.step
 
     def optimizer() -> Tensor:
         clock.mark("optimizer")
         return update()
 
-    with patch.object(state.opt, "step", optimizer):
+    with patch.object(run.state.opt, "step", optimizer):
         for _ in range(SPLIT_STEPS):
             clock.start()
             clock.mark("forward")
-            train_step(state.net, state.opt, batch, health, cfg)
+            run.train()
             clock.mark(END)
             steps += clock.steps()
     before.remove()
@@ -214,7 +197,11 @@ def split(cfg: Config, state: TrainState, batch: Batch, clock: Clock) -> dict:
 
 
 def main(argv: list[str]) -> int:
-    return common.run("bench.step", argv, parse, measure)
+    parser = common.step_options("bench.step", __doc__)
+    parser.add_argument("--synthetic", action="store_true")
+    parser.add_argument("--profile", type=Path, metavar="TRACE.json")
+    parser.add_argument("--fake-ranks", type=between(1, 8192), metavar="N")
+    return common.run(parser, argv, measure)
 
 
 if __name__ == "__main__":

@@ -320,7 +320,7 @@ class Checkpoint:
         self.folder = folder
         self._right: set[str] = set()  # files whose checksum was right
         path = folder / MANIFEST
-        content = files.json_object(path.read_bytes()) if path.is_file() else {}
+        content = files.json_object_or_empty(path.read_bytes()) if path.is_file() else {}
         if content and content.get("format") != FORMAT:
             remedy = "continue its run with the code that wrote it (environment.json names the commit)"
             raise Refusal(f"checkpoint {folder} has format {content.get('format')}, not {FORMAT}; {remedy}")

@@ -34,7 +34,7 @@ Mark = Callable[[str], None]  # takes the name of what a rank does now; it may r
 LINGER_S = 5.0  # torchrun ends all ranks when one ends; the rank that knows the reason must print it before
 
 
-def unmarked(place: str) -> None:
+def no_op_mark(place: str) -> None:
     """The Mark of those who watch nothing."""
 
 

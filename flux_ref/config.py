@@ -179,7 +179,7 @@ class EvalConfig:
         choices=("fresh", "fixed"),
         closed=REFERENCE,
     )
-    band: bool = free(True, "warn if the loss lies above those of the public runs of this batch")
+    warn_above_public_runs: bool = free(True, "warn if the loss lies above those of the public runs of this batch")
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ class DataConfig:
     empty: str = free(
         "", "folder of t5_empty.npy and clip_empty.npy; empty: empty_encodings beside the folder data.train"
     )
-    train_samples: int = key(0, "required number of samples, 0: any; of drawings the number to make")
-    val_samples: int = key(0, "the same of validation samples")
+    expected_train_samples: int = key(0, "required number of samples, 0: any; of drawings the number to make")
+    expected_val_samples: int = key(0, "the same of validation samples")
     workers: int = free(4, "reading threads per rank", least=1, most=1024)
     prefetch: int = free(2, "batches read ahead per rank; 0: the training thread reads each itself", most=1024)
     drop_page_cache: bool = free(

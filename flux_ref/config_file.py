@@ -148,13 +148,15 @@ def validate(cfg: Config) -> None:
             cfg.compute.attention not in ("cudnn", "flash") or cfg.compute.dtype == "bf16"
         ),
         "data.kind=toy makes a data set: give --data.pictures=DIR, a folder of captioned pictures, or set"
-        " data.train_samples and data.val_samples above 0 for drawings": (
-            data.kind != "toy" or data.pictures or (data.train_samples and data.val_samples)
+        " data.expected_train_samples and data.expected_val_samples above 0 for drawings": (
+            data.kind != "toy" or data.pictures or (data.expected_train_samples and data.expected_val_samples)
         ),
         "data.pictures makes a data set of data.kind=toy; set data.kind=toy, or prepare the pictures as"
         " docs/own_pictures.md says": data.kind == "toy" or not data.pictures,
-        "data.pictures makes a sample of each picture: set data.train_samples and data.val_samples to 0, or take"
-        " configs/own_small.toml": not (data.pictures and (data.train_samples or data.val_samples)),
+        "data.pictures makes a sample of each picture: set data.expected_train_samples and"
+        " data.expected_val_samples to 0, or take configs/own_small.toml": not (
+            data.pictures and (data.expected_train_samples or data.expected_val_samples)
+        ),
     }
     for words, holds in rules.items():
         if not holds:

@@ -146,11 +146,12 @@ class SampleSet:
         folder = cfg.data.val if self.split == "val" else cfg.data.train or "."
         self.shards = dataset.ShardSet(folder, dataset.sample_layout(cfg.model))
         self.count = len(self.shards)  # samples
-        wanted = getattr(cfg.data, f"{self.split}_samples")
+        expected = {"train": cfg.data.expected_train_samples, "val": cfg.data.expected_val_samples}
+        wanted = expected[self.split]
         if folder and wanted not in (0, self.count):
             raise Refusal(
-                f"{folder} holds {self.count} samples, data.{self.split}_samples={wanted} asks for {wanted}; set it to"
-                f" {self.count} or to 0 for any number, or give another --data.{self.split}=DIR/{self.split}"
+                f"{folder} holds {self.count} samples, data.expected_{self.split}_samples={wanted} asks for {wanted};"
+                f" set it to {self.count} or to 0 for any number, or give another --data.{self.split}=DIR/{self.split}"
             )
         rows = rank_batch(cfg, size) if self.split == "train" else cfg.eval.batch
         # One is in use while data.prefetch are filled.

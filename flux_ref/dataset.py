@@ -155,7 +155,7 @@ class Shard:
             if (arrays[name] & INFINITE == INFINITE).any():
                 raise ValueError(f"{name} holds NaN or infinite values")
         text = members[f"{key}.json"]
-        said = files.json_object(text)  # {} for anything else
+        said = files.json_object_or_empty(text)  # {} for anything else
         timestep = said.get("timestep")
         if not said or type(timestep) not in (int, type(None)):
             raise ValueError(f"its json is {shown(text)}, want an object, with timestep an integer or null")

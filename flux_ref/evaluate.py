@@ -2,8 +2,8 @@
 
 Every rank gets the same number, at any world size up to rounding.
 
-The last batches may have rows that only fill them. Such rows have no timestep (data.ValSet), so they are in no mean
-(step.validation_step). All ranks get the same bits of the sums, so either all see the target reached, or none does.
+The last batches may have rows that only fill them. Such rows have no timestep (dataloader.ValSet), so they are in no
+mean (trainer.validation_step). All ranks get the same bits of the sums, so either all see the target reached, or none.
 """
 
 import math
@@ -57,7 +57,7 @@ def summarise(sums: list[list[float]], samples: int) -> Validation:
     sums: (2, TIMESTEPS). samples: training samples so far, for the message.
     Raises: Fault for a loss that is not finite.
     """
-    losses = [total / count for count, total in zip(*sums)]  # data.ValSet.open has seen a sample of each
+    losses = [total / count for count, total in zip(*sums)]  # dataloader.ValSet.open has seen a sample of each
     # spec: the mean over timesteps, each counted once however many samples it has.
     loss = sum(losses) / len(losses)
     if not math.isfinite(loss):

@@ -71,13 +71,13 @@ def reraise(error: OSError) -> NoReturn:
 
 def read_json(path: Path, what: str) -> dict:
     """The JSON object in a file. Raises: Refusal, OSError."""
-    content = json_object(read_bytes(path, what))
+    content = json_object_or_empty(read_bytes(path, what))
     if not content:
         raise Refusal(f"{what} {path} holds no JSON object")
     return content
 
 
-def json_object(text: str | bytes) -> dict:
+def json_object_or_empty(text: str | bytes) -> dict:
     """A JSON object; {} for anything else."""
     try:
         content = json.loads(text)
@@ -217,7 +217,7 @@ def records(path: Path, figure: str) -> list[dict]:
     Raises: Refusal for a damaged line. Text after the last newline is left out: a killed run may have left half a line.
     """
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    found = list(map(json_object, lines))
+    found = list(map(json_object_or_empty, lines))
     for number, record in enumerate(found, 1):
         if not all(type(record.get(name)) in (int, float) for name in ("samples", figure)):
             raise Refusal(

@@ -1,4 +1,4 @@
-"""The objective: rectified flow matching. The only file with a direction of time.
+"""The objective, rectified flow matching, and latents as the transformer sees them.
 
     x_t = (1 - t) * latent + t * noise        t = 0 is data, t = 1 is noise
     velocity = noise - latent                 what the network predicts
@@ -69,7 +69,7 @@ def interpolate(latent_BCYX: Tensor, noise_BCYX: Tensor, t_B: Tensor) -> Tensor:
 def losses(net: Callable[..., Tensor], batch: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Mean squared error of the predicted velocity, one per sample: (B,) fp32.
 
-    batch: the fields of data.fields, on the net's device.
+    batch: the fields of dataloader.fields, on the net's device.
     dtype: of the network's activations.
     """
     latent_BCYX = sample_latent(batch["mean"], batch["logvar"], batch["latent_eps"])

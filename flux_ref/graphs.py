@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flux_ref import ranks
-from flux_ref.cli import Fault, Mark, Refusal, unmarked
+from flux_ref.cli import Fault, Mark, Refusal, no_op_mark
 from flux_ref.config import Config
 from flux_ref.ranks import World
 from flux_ref.trainer import Trainer, TrainState
@@ -104,7 +104,7 @@ class CapturedTrainer(Trainer):
     def _replay(self, kind: str) -> None:
         self.graphs[f"{kind} {self.state.recipe.phase(self.state.step)}"].replay()
 
-    def warm_up(self, mark: Mark = unmarked) -> None:
+    def warm_up(self, mark: Mark = no_op_mark) -> None:
         super().warm_up(mark)
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats()
@@ -115,7 +115,7 @@ class CapturedTrainer(Trainer):
         if self.cfg.data.kind != "toy":
             self.drawing_bytes += DECODING_BYTES
 
-    def capture(self, mark: Mark = unmarked) -> None:
+    def capture(self, mark: Mark = no_op_mark) -> None:
         """Capture the steps and prove the graphs. The weights stay; what a step remembers is reset. Collective.
 
         Call it after `warm_up` and before a checkpoint is loaded. Raises: Fault.

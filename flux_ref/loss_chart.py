@@ -40,34 +40,25 @@ def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
     low, high = span([train, val], target)
 
     def place(samples: float, loss: float) -> tuple[float, float]:
-        return (
-            np.interp(samples, (0, most), (LEFT, RIGHT)),
-            np.interp(loss, (low, high), (BOTTOM, TOP)),
-        )
+        return np.interp(samples, (0, most), (LEFT, RIGHT)), np.interp(loss, (low, high), (BOTTOM, TOP))
 
-    # Axes. The losses have 2 to 20 labels, multiples of a power of ten
-    power = 10 ** np.floor(np.log10((high - low) / 2))
-    for loss in np.arange(np.ceil(low / power), high / power) * power:
-        _, y = place(0, loss)
+    for share in np.linspace(0, 1, 6):
+        samples, loss = share * most, low + share * (high - low)
+        x, y = place(samples, loss)
         pen.line([(LEFT, y), (RIGHT, y)], "lightgrey")
-        pen.text((LEFT - 8, y), f"{loss:.6g}", "black", anchor="rm")
-    for samples in np.linspace(0, most, 6):
-        x, _ = place(samples, low)
+        pen.text((LEFT - 8, y), f"{loss:.3f}", "black", anchor="rm")
         pen.text((x, BOTTOM + 8), f"{samples:,.0f}", "black", anchor="mt")
     pen.text((RIGHT, BOTTOM + 32), "training samples", "black", anchor="rt")
 
-    # Curves, and their names above the chart
-    goal = [(0, target), (most, target)] if target else []
-    curves = (
-        ("training loss", TRAIN, train),
-        ("validation loss", VAL, val),
-        (f"target {target:g}", GOAL, goal),
-    )
-    for column, (name, colour, curve) in enumerate(curves):
+    goal = [(0.0, target), (most, target)] if target else []
+    for x, name, colour, curve in (
+        (LEFT, "training loss", TRAIN, train),
+        (LEFT + 140, "validation loss", VAL, val),
+        (LEFT + 280, f"target {target:g}", GOAL, goal),
+    ):
         if curve:
-            pen.text((LEFT + 140 * column, 12), name, colour)
+            pen.text((x, 12), name, colour)
             pen.line([place(*point) for point in curve], colour, 2)
     for point in val:
         pen.circle(place(*point), 4, VAL)
-
     write_png(path, image)

@@ -1,8 +1,8 @@
 """The processes of a run: who they are, which device each has, and how they agree.
 
 Another accelerator with torch.distributed needs an entry in BACKENDS. Look also at the other places that name a kind
-of device: git grep -nE 'device.type|torch.accelerator|version.hip' flux_ref. A port replaces this file, sharding.py,
-graphs.py and sharding.py.
+of device: git grep -nE 'device.type|torch.accelerator|version.hip' flux_ref. A port replaces this file, sharding.py
+and graphs.py.
 """
 
 import json
@@ -40,13 +40,13 @@ ENVIRONMENT = {  # defaults of libraries' settings
     "HSA_NO_SCRATCH_RECLAIM": "1",
     # torch 2.15 would take its new backend nccl2. Captures were written for the older one.
     "TORCH_DIST_USE_NCCL2": "0",
-    # NCCL's monitor would take a pause for a hang, as its clock goes on. alive.Watchdog tells one from the other.
+    # NCCL's monitor would take a pause for a hang, as its clock goes on. watchdog.Watchdog tells one from the other.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     # With expandable segments, graph buffers that NCCL registers get wrong addresses: github.com/pytorch/pytorch 158029
     # Over several nodes, small and large registered collectives can stall: github.com/NVIDIA/nccl, issue 2389.
     "NCCL_GRAPH_REGISTER": "0",
 }
-PATIENCE = timedelta(days=30)  # of a collective: its clock goes on in a pause. alive.Watchdog ends what hangs
+PATIENCE = timedelta(days=30)  # of a collective: its clock goes on in a pause. watchdog.Watchdog ends what hangs
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _fresh_store(store: dist.Store, rank: int, size: int) -> dist.Store:
         heard = [store.get(f"{own}/{other}").decode() for other in range(1, size)]
         store.set(f"{own}/heard", json.dumps(heard))
         return dist.PrefixStore(own, store)
-    while True:  # alive.Watchdog ends this where rank 0 never comes
+    while True:  # watchdog.Watchdog ends this where rank 0 never comes
         attempt = store.get("attempt").decode()
         store.set(f"{attempt}/{rank}", own)
         if store.check([f"{attempt}/heard"]) and own in json.loads(store.get(f"{attempt}/heard")):

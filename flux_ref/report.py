@@ -29,8 +29,7 @@ from flux_ref.ranks import World, device_name, peak_memory_gb
 from flux_ref.sharding import attention_kernel
 from flux_ref.trainer import NEVER, Health, Trainer, TrainState
 
-PICTURES = "pictures.jsonl"
-FIGURES = {"metrics.jsonl": "loss", "eval.jsonl": "val_loss", PICTURES: "right"}  # that each record must have
+FIGURES = {"metrics.jsonl": "loss", "eval.jsonl": "val_loss"}  # that each record must have
 BAR = "{l_bar}{bar}| {n:,}/{total:,} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"  # digits as in messages
 
 
@@ -113,9 +112,8 @@ class Reporter:
         samples = info["samples"]
         with ranks.agreed():
             if self.speaks:
-                # An evaluation and a drawing at the checkpoint are repeated. A drawing there may also be the end's.
-                evaluates = schedule.evaluates(samples, self.cfg)
-                most = {"metrics.jsonl": samples, "eval.jsonl": samples - evaluates, PICTURES: samples - 1}
+                # An evaluation at the checkpoint is repeated.
+                most = {"metrics.jsonl": samples, "eval.jsonl": samples - schedule.evaluates(samples, self.cfg)}
                 # All are read first: a damaged record is refused before a file changes.
                 kept = {name: records(self.folder / name, figure) for name, figure in FIGURES.items()}
                 for name, line in info["unwritten"]:
@@ -197,15 +195,6 @@ class Reporter:
     def picture(self, path: Path, samples: int) -> None:
         """A sheet of pictures was drawn."""
         self._show(lambda board: board.add_image("pictures", np.asarray(Image.open(path)), samples, dataformats="HWC"))
-
-    def judged(self, samples: int, count: int, wrong: dict[str, str]) -> None:
-        """Record and print how many pictures show their caption. wrong: {caption: what its picture shows}."""
-        right = count - len(wrong)
-        append(self.folder / PICTURES, json.dumps({"samples": samples, "right": right, "wrong": wrong}) + "\n")
-        self._curves(samples, {"pictures/right": right / count})
-        self.say(f"samples {samples:>10,}  {right} of {count} pictures show their caption")
-        for caption, shown in wrong.items():
-            self.say(f"                    {caption!r} looks like {shown!r}")
 
     def _record(self, name: str, record: dict, shown: dict[str, float]) -> None:
         """Append a record to a file, and show figures in TensorBoard."""

@@ -58,7 +58,7 @@ def require_fit(found: dict[str, tuple], want: dict[str, tuple], where: str | Pa
     """Compare names and shapes of tensors. Raises: Refusal with one example of each kind of what does not fit."""
     kinds = (
         [f"{name} is missing" for name in want if name not in found],
-        [f"{name} is too much" for name in found if name not in want],
+        [f"{name} is unexpected" for name in found if name not in want],
         [f"{name} is {found[name]}, want {want[name]}" for name in want if found.get(name, want[name]) != want[name]],
     )
     if examples := [misfits[0] for misfits in kinds if misfits]:

@@ -1,4 +1,4 @@
-"""How the net is split over the ranks: regions, compiling, FSDP2 units, shards and their initial values.
+"""How the net is split over the ranks: regions, FSDP2 units, shards and their initial values; compiling; attention.
 
 A region is a few consecutive blocks that are gathered and compiled together: one FSDP unit and one compiled
 graph. A larger region has fewer and larger collectives, and operations are fused across its blocks. But it holds more
@@ -107,8 +107,8 @@ def shard(plain: Flux, cfg: Config, world: World, recipe: PrecisionRecipe) -> Sh
     them, so that its hooks stay outside of compiled code. Units are sharded before the net, which takes what is left.
 
     The ranks of a replica gather weights and reduce the gradients of each micro-batch. Kept weights are gathered once
-    per step: weights change only at its end (step.train_step).
-    Replicas average their gradient shards once per step, with the last micro-batch (step.train_step).
+    per step: weights change only at its end (trainer.train_step).
+    Replicas average their gradient shards once per step, with the last micro-batch (trainer.train_step).
     numerics: master weights stay fp32. Units are gathered in compute.dtype; gradients are reduced in
     parallel.reduce_dtype.
     """
@@ -226,12 +226,14 @@ def _set(config: Any, name: str, value: float) -> None:
     """Change a setting of the compiler in all threads. config: a config module of torch.
 
     From torch 2.12 on (torch/utils/_config_module.py) an assignment holds in its thread only. Autograd runs backward,
-    and with it FSDP2 and the casts of precision/gather.py, in threads of its own. These read the default of a setting,
+    and with it FSDP2 and the casts of precision/linear.py, in threads of its own. These read the default of a setting,
     which has no public setter: hence the private `_config`, which torch 2.11 has, too.
     """
     setattr(config, name, value)
     config._config[name].default = value
 
+
+# Attention: which of torch's kernels computes it on a GPU. On a CPU torch chooses.
 
 KERNELS = ("cudnn", "flash", "efficient", "math")
 FAST_CUDNN = 91501  # cuDNN 9.15.1

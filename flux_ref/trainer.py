@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flux_ref import flow, schedule, sharding
-from flux_ref.cli import Fault, Mark, unmarked
+from flux_ref.cli import Fault, Mark, no_op_mark
 from flux_ref.config import Config, rank_batch
 from flux_ref.dataloader import Batch, Feed, allocate, copy_next, synthetic
 from flux_ref.optim import ShardedAdamW
@@ -165,7 +165,7 @@ class Trainer(Validator):
         self.train()
         self.state.advance(self.cfg.train.global_batch)
 
-    def warm_up(self, mark: Mark = unmarked) -> None:
+    def warm_up(self, mark: Mark = no_op_mark) -> None:
         """Real steps on synthetic batches before the clock starts. They compile, allocate and connect everything.
 
         mark: called before each step with its name.
@@ -201,7 +201,7 @@ class Trainer(Validator):
         self.state.recipe.reset()
         self.health.restart(0)
 
-    def capture(self, mark: Mark = unmarked) -> None:
+    def capture(self, mark: Mark = no_op_mark) -> None:
         """Steps that run eagerly need no capture. mark: called before each capture with its name."""
 
     def shortage(self) -> str:

@@ -3,7 +3,8 @@
 The timer counts the time in which this process ran, so a pause (Ctrl-Z, docker pause) is no hang. Progress of any rank
 counts for all ranks: a rank that waits for a slower one does not hang. Without progress for run.watchdog_s seconds
 the rank prints where it is and ends. torchrun then ends the other ranks, and with --max-restarts it starts the job
-again from its last checkpoint.
+again from its last checkpoint. hang_rank_RANK.json in the run's folder says what torch's flight recorder knows of the
+rank's collectives.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import threading
 import time
 import traceback
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -37,6 +39,7 @@ SIGNALS = (
 NOTICE = "Ctrl-C: the run ends after one more step; a second Ctrl-C ends it at once"
 PACKAGE = os.path.dirname(os.path.abspath(__file__))
 TICK_S = 1.0
+RECORD_S = 10.0  # most for a record of a hang
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it
 FAILED = 127  # stands for a failure among the numbers of signals; larger than all of them
 
@@ -47,12 +50,14 @@ class Watchdog:
     From the first `stop_point` on it also acts on signals. Before it there is nothing to save.
     """
 
+    folder: Path | None = None  # of the run
     store: dist.Store | None = None  # for the progress of all ranks
     told = 0  # this rank's progress that the store has
 
-    def __init__(self, name: str, limit_s: float):
-        """name: of the script, for messages."""
+    def __init__(self, name: str, limit_s: float, folder: Path | None = None):
+        """name: of the script, for messages. folder: of the run, where it may be absent."""
         self.name = name
+        self.folder = folder
         self.limit_s = limit_s
         self.place = "the start"
         self.marks = 0
@@ -106,6 +111,8 @@ class Watchdog:
                 seen = progress
                 idle_s = 0.0
             if self.limit_s and idle_s > self.limit_s:
+                if self.folder:
+                    self._record_collectives(self.folder)
                 self._end(self.stuck())
 
     def _progress(self) -> int:
@@ -130,6 +137,14 @@ class Watchdog:
             " this rank, another one, the network or a device hangs."
             " If torch still compiles, set a greater run.watchdog_s"
         )
+
+    def _record_collectives(self, folder: Path) -> None:
+        """Write torch's flight record into a folder. A record that hangs, too, does not keep the rank."""
+        threading.Timer(RECORD_S, self._end, [self.stuck()]).start()
+        c10d: Any = torch._C._distributed_c10d  # its functions that dump are private; a torch may lack one
+        with contextlib.suppress(AttributeError, TypeError, OSError, RuntimeError, ValueError):
+            dump = c10d._dump_nccl_trace_json if dist.get_backend() == "nccl" else c10d._dump_fr_trace_json
+            (folder / f"hang_rank_{dist.get_rank()}.json").write_bytes(dump())
 
     def _end(self, reason: str) -> None:
         tell(f"{self.name}: rank {os.environ.get('RANK', 0)} on {os.uname().nodename}: {reason}")

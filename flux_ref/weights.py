@@ -1,14 +1,12 @@
 """A model's weights from the forms in which people keep them, read a few rows at a time.
 
 Parameters have the names of Black Forest Labs. diffusers splits the fused projections by rows and exchanges the halves
-of the head's modulation; the rest is renaming. Source: diffusers, FluxTransformer2DModel. ComfyUI sets a prefix before
-the names, and may keep weights in FP8, each with a scale. Source: ComfyUI, QUANTIZATION.md.
+of the head's modulation; the rest is renaming. Source: diffusers, FluxTransformer2DModel.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from flux_ref import checkpoint, config_file, ranks, safetensors_io
 from flux_ref.checkpoint import Checkpoint
-from flux_ref.cli import Refusal, notice
+from flux_ref.cli import Refusal
 from flux_ref.config import Config, ModelConfig, Shapes
 from flux_ref.files import matching
 from flux_ref.model import parameter_table
@@ -25,11 +23,6 @@ from flux_ref.sharding import ShardedFlux, local_rows, named_parameters
 
 TRAINER = "flux_ref"  # under "trained_by" in the metadata of exported files
 REMEDY = "give a run, a checkpoint, a .safetensors file in BFL's layout or diffusers' transformer folder"
-# The first linear's name, by BFL and by diffusers. A prefix of it is a prefix of all names of the model.
-FIRST = ("img_in.weight", "x_embedder.weight")
-SCALES = ("scale_weight", "weight_scale")  # X.weight times X.weight_scale are the weights of X
-# For products in FP8; the weights do not need them.
-MARKS = ("scale_input", "input_scale", "scaled_fp8", "comfy_quant")
 
 # Names
 
@@ -198,48 +191,22 @@ def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Sourc
 
 def _of_files(path: Path, model: ModelConfig) -> Source:
     files, shapes, metadata = headers([path] if path.is_file() else matching(path, "*.safetensors"))
-    prefix, own = _own(shapes, path)
     table = parameter_table(model)
     parts = whole_parts(table)
-    if any("transformer_blocks." in name for name in own):  # each of diffusers' files has some
+    if any("transformer_blocks." in name for name in shapes):  # each of diffusers' files has some
         parts = parts_from_diffusers(model)
         theirs = parts_to_diffusers(model)
         table = {name: (sum(own.rows for own in of), *table[of[0].name][1:]) for name, of in theirs.items()}
-    scales = {f"{name.rpartition('.')[0]}.weight": name for name in own if name.endswith(SCALES)}
-    one = {name: own[name] if prod(own[name]) == 1 else () for name in scales.values()}  # a scale of blocks is refused
-    safetensors_io.require_fit(own, table | one, f"weights {path}")
+    safetensors_io.require_fit(shapes, table, f"weights {path}")
 
     def stored(name: str, first: int, count: int) -> Tensor:
-        file = files[prefix + name]
-        rows = safetensors_io.read_rows(file, prefix + name, first, count, "weights")
+        rows = safetensors_io.read_rows(files[name], name, first, count, "weights")
         if not rows.is_floating_point():
-            raise Refusal(f"{file}: {name} is {rows.dtype}, want floating point; give weights that are not quantised")
-        if name in scales:
-            scale = prefix + scales[name]
-            with safetensors_io.opened(files[scale], "weights") as content:
-                rows = rows.float() * content.get_tensor(scale).float()
+            raise Refusal(f"{files[name]}: {name} is {rows.dtype}, want floating point; give unquantised weights")
         return rows
 
     # Others write anything into metadata.
     return Source(path, stored, parts, metadata if metadata.get("trained_by") == TRAINER else {})
-
-
-def _own(shapes: Shapes, path: Path) -> tuple[str, Shapes]:
-    """What stands before the names of the model, and its tensors without it. A line tells what else there is."""
-    prefix = min((name.removesuffix(first) for name in shapes for first in FIRST if name.endswith(first)), default="")
-    own = {}
-    aside = set()
-    for name, shape in shapes.items():
-        inner = name.removeprefix(prefix)
-        if not name.startswith(prefix):
-            aside.add(name.partition(".")[0])
-        elif inner.endswith(MARKS):
-            aside.add(inner.rpartition(".")[2])
-        else:
-            own[inner] = shape
-    if aside:
-        notice(f"weights {path}: left aside: {', '.join(sorted(aside))}")
-    return prefix, own
 
 
 def headers(paths: list[Path]) -> tuple[dict[str, Path], Shapes, dict[str, str]]:

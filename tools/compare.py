@@ -11,33 +11,28 @@ Exit codes: 0 done, 2 refused.
 import sys
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import numpy as np
 
 from flux_ref import cli, config, config_file
 from flux_ref.cli import Options, Refusal
 from flux_ref.files import records
+from tools.json_option import table
 
-HEAD = f"{'samples':>12} {'A':>9} {'B':>9} {'B - A':>10} {'+-':>9} {'p':>8}"
-
-
-class Row(NamedTuple):
-    """One evaluation of n pairs."""
-
-    a: float  # mean loss
-    b: float
-    diff: float  # mean of b - a
-    stderr: float  # of diff
-    p: float  # how likely a difference of at least this size is by chance
+HEAD = ("samples", "A", "B", "B - A", "+-", "p")
+FORMATS = (".5f", ".5f", "+.5f", ".2g", ".2g")  # of what `paired` gives
 
 
-def paired(a: list[float], b: list[float]) -> Row:
-    """a[i] and b[i] are losses of one seed; at least two pairs."""
+def paired(a: list[float], b: list[float]) -> tuple[float, ...]:
+    """(mean loss of a, of b, mean of b - a, its standard error, p).
+
+    a[i] and b[i] are losses of one seed; at least two pairs. p: how likely a difference of at least this size is by
+    chance.
+    """
     from scipy import stats
 
     each = np.subtract(b, a)
-    return Row(fmean(a), fmean(b), each.mean(), stats.sem(each), stats.ttest_rel(a, b).pvalue)
+    return fmean(a), fmean(b), each.mean(), stats.sem(each), stats.ttest_rel(a, b).pvalue
 
 
 def curve(run: Path) -> dict[int, float]:
@@ -75,10 +70,11 @@ def main(argv: list[str]) -> int:
     if not common:
         raise Refusal("the runs share no evaluation; train all with the same eval.every_samples")
 
-    print(HEAD)
+    rows = []
     for at in sorted(common):
-        row = paired([losses[at] for losses in curves_a], [losses[at] for losses in curves_b])
-        print(f"{at:>12,} {row.a:>9.5f} {row.b:>9.5f} {row.diff:>+10.5f} {row.stderr:>9.2g} {row.p:>8.2g}")
+        figures = paired([losses[at] for losses in curves_a], [losses[at] for losses in curves_b])
+        rows.append((f"{at:,}", *map(format, figures, FORMATS)))
+    print("\n".join(table(HEAD, rows)))
     return 0
 
 

@@ -6,19 +6,21 @@ It gathers one unit at a time: a region of blocks, or the root with all paramete
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from flux_ref.config import Config, ModelConfig
-from flux_ref.model import parameter_table
-from flux_ref.precision import policy
-from flux_ref.precision.policy import layers
-from flux_ref.sharding import freed_regions
+import torch
+from torch import nn
+
+from flux_ref.config import Config, ModelConfig, micro_batch, rank_batch
+from flux_ref.model import Flux, parameter_table
+from flux_ref.precision.policy import layers, layers_gathered_in_fp8
+from flux_ref.sharding import Region, freed_regions, regions
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}  # of compute.dtype and parallel.reduce_dtype
 ROOT = "ends"
-BLOCK = re.compile(r"(double|single)_blocks\.(\d+)\.")
 
 
 @dataclass
@@ -33,11 +35,16 @@ class Unit:
 
 @dataclass(frozen=True)
 class FsdpLayout:
-    """The units of a net over all ranks: regions in the order of forward, then the root."""
+    """The units of a net over all ranks: regions in the order of forward, then the root; how a step uses them."""
 
     units: list[Unit]
     shards: int  # ranks that hold one copy together
     replicas: int  # copies
+    freed: int  # of the first units; they are gathered again for backward
+    item: int  # bytes of a weight in compute.dtype
+    reduced: int  # bytes of a gradient in parallel.reduce_dtype
+    rows: int  # of a micro-batch
+    micros: int  # micro-batches of a rank's step
 
     def sharded(self, *units: Unit) -> int:
         """The parameters of a rank's shards, with padding."""
@@ -51,38 +58,51 @@ class FsdpLayout:
 def fsdp_layout(cfg: Config, ranks: int, replicas: int) -> FsdpLayout:
     """How a net is split over ranks that hold so many replicas."""
     shards = ranks // replicas
-    lengths = region_lengths(cfg)
-    regions = {(kind, i): Unit(f"{kind} {length}") for kind in lengths for i, length in enumerate(lengths[kind])}
-    root = Unit(ROOT)
-    in_fp8 = policy.layers_gathered_in_fp8(cfg)
-    for name, shape in parameter_table(cfg.model).items():
-        block = BLOCK.match(name)
-        unit = regions[block[1], int(block[2]) // cfg.parallel.region_blocks] if block else root
-        padded = shards * ceil(shape[0] / shards) * prod(shape[1:])
-        is_code = name.endswith(".weight") and name.removesuffix(".weight") in in_fp8
-        unit.whole += prod(shape)
-        unit.padded += padded
-        unit.gathered += padded * (1 if is_code else ITEM_BYTES[cfg.compute.dtype])
-    return FsdpLayout([*regions.values(), root], shards, replicas)
+    item = ITEM_BYTES[cfg.compute.dtype]
+    with torch.device("meta"):
+        net = Flux(cfg.model)
+    codes = {net.get_parameter(f"{layer}.weight") for layer in layers_gathered_in_fp8(cfg)}
+    units = []
+    for kind, module in split(net, cfg):
+        unit = Unit(kind)
+        for parameter in module.parameters():
+            padded = shards * ceil(len(parameter) / shards) * prod(parameter.shape[1:])
+            unit.whole += parameter.numel()
+            unit.padded += padded
+            unit.gathered += padded * (1 if parameter in codes else item)
+        units.append(unit)
+    rows = micro_batch(cfg, ranks)
+    return FsdpLayout(
+        units,
+        shards,
+        replicas,
+        freed_regions(cfg.parallel, len(units) - 1),
+        item,
+        ITEM_BYTES[cfg.parallel.reduce_dtype],
+        rows,
+        ceil(rank_batch(cfg, ranks) / rows),
+    )
 
 
-def region_lengths(cfg: Config) -> dict[str, list[int]]:
-    """{"double", "single": number of blocks in each region, in the order of forward}."""
-    most = cfg.parallel.region_blocks
-    counts = {"double": cfg.model.double_blocks, "single": cfg.model.single_blocks}
-    return {kind: [min(most, count - first) for first in range(0, count, most)] for kind, count in counts.items()}
+def split(net: Flux, cfg: Config) -> Iterator[tuple[str, nn.Module]]:
+    """The units of a net and their kinds: its regions in the order of forward, then the net, which loses its blocks."""
+    for kind in ("double", "single"):
+        blocks = getattr(net, f"{kind}_blocks")
+        setattr(net, f"{kind}_blocks", nn.ModuleList())
+        for region in cast(Iterable[Region], regions(blocks, cfg)):
+            yield f"{kind} {len(region.blocks)}", region
+    yield ROOT, net
 
 
-def sent(cfg: Config, layout: FsdpLayout, micros: int = 1) -> dict[str, float]:
-    """Bytes that one rank sends in an optimizer step of so many micro-batches, by collective, in rings."""
-    reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
-    n = layout.shards
-    r = layout.replicas
-    again = layout.units[: freed_regions(cfg.parallel, len(layout.units) - 1)]
+def sent(layout: FsdpLayout) -> dict[str, float]:
+    """Bytes that one rank sends in an optimizer step, by collective, in rings."""
+    units = layout.units
+    again = (2 * layout.micros - 1) * units[: layout.freed]
+    reduced = layout.reduced * layout.sharded(*units)
     return {
-        "all_gather": sum(unit.gathered for unit in (*layout.units, *(2 * micros - 1) * again)) * (n - 1) / n,
-        "reduce_scatter": micros * reduced * layout.sharded(*layout.units) * (n - 1),
-        "all_reduce": 2 * reduced * layout.sharded(*layout.units) * (r - 1) / r,
+        "all_gather": sum(unit.gathered for unit in units + again) * (layout.shards - 1) / layout.shards,
+        "reduce_scatter": layout.micros * reduced * (layout.shards - 1),
+        "all_reduce": 2 * reduced * (layout.replicas - 1) / layout.replicas,
     }
 
 

@@ -1,7 +1,8 @@
-"""What commands give with --json."""
+"""How commands give their figures: as tables, and as JSON with --json."""
 
 import argparse
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from flux_ref.files import write_whole
@@ -10,6 +11,13 @@ from flux_ref.files import write_whole
 def json_option(parser: argparse.ArgumentParser) -> None:
     """Add --json=FILE."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON, too")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table. The first column is a name, the others are figures."""
+    lines = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return ["  ".join([name.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]) for name, *rest in lines]
 
 
 def show(text: str, figures: dict[str, object], to: Path | None) -> None:

@@ -32,7 +32,7 @@ def make_batch(golden, split, seed, rows):
 def train_batch(cfg, golden, positions):
     """The batch at some positions of the run, and what each row is."""
     seed = cfg["train"]["seed"]
-    rows = draws.rows_at(seed, cfg["data"]["train_samples"], 0.1, positions)
+    rows = draws.rows_at(seed, cfg["data"]["expected_train_samples"], 0.1, positions)
     samples, epochs, times, dropped = zip(*rows)
     about = {
         "sample": np.array(samples),

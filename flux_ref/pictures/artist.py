@@ -164,7 +164,7 @@ class Gallery(Artist):
         """Draw the same captions from the same noise as ever, unless they are drawn. Collective.
 
         Training goes on as without pictures: drawing changes no weight and no number of training, and takes dynamic
-        FP8 scales. What cannot be decoded, written or judged does not end the run. at: as for `paint`.
+        FP8 scales. What cannot be decoded or written does not end the run. at: as for `paint`.
         """
         samples = state.samples
         if self.newest == samples:
@@ -178,7 +178,7 @@ class Gallery(Artist):
         self.report.since_s += time.perf_counter() - begin  # pictures are no part of the rate of training
 
     def _show(self, painted: list[Tensor], samples: int) -> None:
-        """Save what was drawn after so many training samples, and judge it."""
+        """Save what was drawn after so many training samples."""
         path = self.report.folder / "samples" / f"{samples:09d}.png"
         pictures = self.save(painted, path)
         if self.newest < 0:
@@ -187,8 +187,6 @@ class Gallery(Artist):
         strip(path.parent, pictures[0].shape[1])
         few = ", as no more captions differ" * (len(pictures) < self.cfg.pictures.count)
         self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures{few}: {path}")
-        if self.cfg.data.kind == "toy" and not self.cfg.data.pictures:
-            self.report.judged(samples, len(pictures), toy.find_wrong_pictures(pictures, self.captions))
 
 
 # Pixels

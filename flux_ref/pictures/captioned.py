@@ -26,8 +26,8 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 from webdataset.tariterators import base_plus_ext
 
-from flux_ref.cli import Refusal, count_progress, notice, shown
-from flux_ref.files import decode, json_object, read_bytes, read_text, reraise
+from flux_ref.cli import Refusal, count_progress, shown
+from flux_ref.files import decode, json_object_or_empty, read_bytes, read_text, reraise
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
@@ -38,7 +38,6 @@ FILE_NAME = "file_name"  # a column: the path in the folder
 MIN_SIDE = 64  # pixels
 MOST_BYTES = 2**28  # of a picture or a text
 SRGB = ImageCms.createProfile("sRGB")
-SRGB_GAMMA = 1 / 2.2  # as a PNG's gAMA tells it
 Content = bytes | Path  # of a file: what it holds, or where it is
 
 
@@ -116,8 +115,6 @@ def srgb(image: Image.Image) -> Image.Image:
     with contextlib.suppress(Exception):  # Pillow raises a dozen kinds; a picture is as good without its EXIF
         ImageOps.exif_transpose(image, in_place=True)
     profile = image.info.get("icc_profile")
-    if not profile and abs(image.info.get("gamma", SRGB_GAMMA) - SRGB_GAMMA) > 0.01:
-        notice("a PNG has a gAMA of its own, but no profile; such pictures are taken for sRGB, without their gAMA")
     if image.mode.startswith("I"):  # 16-bit grey, which Pillow would clip: its high byte, as Pillow takes of colours
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     opacity = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
@@ -164,7 +161,7 @@ def _grouped(key: str, files: list[Picture]) -> Iterator[Picture]:
         yield Picture(file.name, reason, file.content, texts)
 
 
-def find(root: Path) -> list[str]:
+def list_files(root: Path) -> list[str]:
     """The files below a folder by their paths in it, sorted. Linked folders are read, too; hidden names are not.
 
     Raises: OSError for a folder that may not be read.
@@ -178,10 +175,10 @@ def find(root: Path) -> list[str]:
     return sorted(names)
 
 
-def parts_of(root: Path, names: list[str], column: str, size: int) -> list[Part]:
+def split_into_parts(root: Path, names: list[str], column: str, size: int) -> list[Part]:
     """The pictures of a folder: a part for each tar, then parts of `size` other pictures. Raises: Refusal.
 
-    names: as `find` gives them. column: that of the captions in metadata.jsonl or metadata.csv.
+    names: as `list_files` gives them. column: that of the captions in metadata.jsonl or metadata.csv.
     """
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about pictures that are counted anyway
     listings = [name for name in names if os.path.basename(name) in LISTINGS]
@@ -237,7 +234,7 @@ def _rows(path: Path, column: str) -> list[dict]:
     try:
         text = read_text(path, "captions")
         if path.suffix == ".jsonl":
-            rows = [json_object(line) for line in text.split("\n") if line.strip()]
+            rows = [json_object_or_empty(line) for line in text.split("\n") if line.strip()]
         else:  # strict: an open quote would swallow rows. csv puts the fields that the head does not name under None
             rows = list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
             rows = [{} if None in row else row for row in rows]

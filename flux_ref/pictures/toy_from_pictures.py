@@ -16,13 +16,12 @@ import numpy as np
 from flux_ref import dataset, files, toy
 from flux_ref.cli import Refusal, notice, one_line, progress
 from flux_ref.config import Config, ModelConfig
-from flux_ref.pictures import artist, captioned
+from flux_ref.pictures import captioned
 from flux_ref.pictures.captioned import Rejected
 from flux_ref.schedule import TIMESTEPS
 
 EVERY = 10  # one of so many pictures is held out
 MADE_FROM = "made_from.txt"
-SHOWN = 9  # pictures of codec.png
 
 
 def ensure(cfg: Config) -> None:
@@ -37,7 +36,7 @@ def ensure(cfg: Config) -> None:
         notice(f"data.pictures={root} is gone; {folder} is used as it was made from it")
         return
     toy.make_once(folder, lambda: make(folder, root, cfg.model))
-    made_from = files.json_object(note.read_bytes() if note.is_file() else b"")
+    made_from = files.json_object_or_empty(note.read_bytes() if note.is_file() else b"")
     now = _looked_at(root, made_from)
     # A copy has times of its own.
     differ = sorted(name for name in now | made_from if now.get(name, [])[::2] != made_from.get(name, [])[::2])
@@ -52,7 +51,7 @@ def ensure(cfg: Config) -> None:
 def _looked_at(root: Path, known: dict[str, list]) -> dict[str, list]:
     """{name: [size, time, checksum]} of the files of a folder. A file of known size and time is not read again."""
     found = {}
-    for name in progress(captioned.find(root), desc=f"looking at {root}", unit=" files", leave=False, delay=2):
+    for name in progress(captioned.list_files(root), desc=f"looking at {root}", unit=" files", leave=False, delay=2):
         path = root / name
         found[name] = [0, 0, ""]  # of what is no regular file; a pipe would wait for ever
         if os.path.isfile(path):
@@ -75,9 +74,7 @@ def make(folder: Path, root: Path, model: ModelConfig) -> None:
     counts = Counter[str]()
     reasons = Counter[str]()
     rejected = []
-    pairs: list[np.ndarray] = []  # for codec.png: a picture, then what the codec makes of it
-    titles: list[str] = []
-    found = chain.from_iterable(part() for part in captioned.parts_of(root, [*made_from], "text", 1000))
+    found = chain.from_iterable(part() for part in captioned.split_into_parts(root, [*made_from], "text", 1000))
     with files.whole(folder, is_new=True) as place:
         with ExitStack() as stack:
             new = {
@@ -96,9 +93,6 @@ def make(folder: Path, root: Path, model: ModelConfig) -> None:
                 split = "val" if is_held_out(number) else "train"
                 dataset.add(new[split], *toy.make_sample(split, counts[split], values, caption, model, own=True))
                 counts[split] += 1
-                if number < SHOWN:
-                    pairs += [values, toy.decode(toy.encode(values))]
-                    titles += [caption, "as the toy codec keeps it"]
         if counts["val"] < TIMESTEPS:
             why = "".join(f", {count} for: {reason}" for reason, count in reasons.most_common(3))
             raise Refusal(
@@ -109,13 +103,9 @@ def make(folder: Path, root: Path, model: ModelConfig) -> None:
         toy.write_empty(place, model, own=True)
         files.write_whole(place / "rejected.tsv", "picture\treason\n" + "".join(rejected))
         files.write_whole(place / MADE_FROM, json.dumps(made_from, indent=0))
-        artist.save(pairs, titles, place / "codec.png")
-    shown = np.stack(pairs)
-    lost = 127.5 * abs(shown[::2] - shown[1::2]).mean()
     print(
         f"{folder}: {counts['train']:,} pictures to train on and {counts['val']:,} held out;"
-        f" {len(rejected):,} rejected, see {folder}/rejected.tsv\n"
-        f"the toy codec changes a colour by about {lost:.1f} of 255; {folder}/codec.png shows it"
+        f" {len(rejected):,} rejected, see {folder}/rejected.tsv"
     )
 
 

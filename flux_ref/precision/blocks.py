@@ -42,7 +42,7 @@ class RoundingKey(NamedTuple):
     """What the chances of a linear's stochastic rounding depend on: int64 scalars on the device.
 
     step: steps trained so far. sample: the first of this micro-batch, in the global batch. linear: its place in
-    layers.layers. A seed that is no tensor would be part of compiled code.
+    policy.layers. A seed that is no tensor would be part of compiled code.
     """
 
     seed: Tensor
@@ -52,7 +52,7 @@ class RoundingKey(NamedTuple):
 
 
 class MatmulOptions(NamedTuple):
-    """MatmulOptions a linear multiplies. draws: None rounds every side to nearest, as validation does."""
+    """How a linear multiplies. draws: None rounds every side to nearest, as validation does."""
 
     pairs: Products
     arch: str  # of the device, for its kernels

@@ -1,4 +1,5 @@
-"""The linears of the blocks under a policy (policy.py): which products are cast, and where their scales come from.
+"""The linears of the blocks under a policy (policy.py): which products are cast, where their scales
+come from, and how FSDP2 gathers their weights.
 
 Modulation, embedders, head and attention stay in compute.dtype.
 A linear multiplies by one of three paths.
@@ -140,6 +141,21 @@ def convert(net: Flux, cfg: Config, arch: str) -> None:
     for i, block in enumerate(net.single_blocks):
         if isinstance(block.linear1, PolicyLinear) and isinstance(block.linear2, PolicyLinear):
             net.single_blocks[i] = SplitSingleStreamBlock(cast(SingleStreamBlock, block))
+
+
+# FSDP2 gathers the weights of FP8 linears as FP8 codes: half the bytes of bf16, and no rank casts a whole weight.
+#
+# FSDP2 lets a parameter's local shard decide what is gathered, by two methods of the shard (`Gathered`):
+# 1. fsdp_pre_all_gather turns the shard into what this rank sends: codes.
+# 2. fsdp_post_all_gather gets the codes of all ranks and returns the tensor that stands for the weight in the net.
+# The products read `linear.gathered`, so nothing reads that tensor. It is a placeholder of the weight's shape, which
+# receives the weight's gradient. It holds only NaN, so reading it by mistake shows. All placeholders share one memory.
+#
+# A weight has one scale, so the ranks must agree on its largest magnitude before they cast. They do so at each forward
+# of the net, in one collective for all weights. So a changed weight never meets an old scale.
+#
+# numerics: codes and scales equal, bit for bit, those of a cast after gathering in bf16. Rounding to bf16 is monotone,
+# so the largest rounded value is the rounded largest value.
 
 
 @dataclass(frozen=True, eq=False)

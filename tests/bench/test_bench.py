@@ -126,7 +126,7 @@ def test_a_race_gives_ratios_of_neighbouring_steps_of_the_same_model(tmp_path, m
     short = ("--warmup=0", "--train.global_batch=2", "--steps=1")
     report = report_of(race, tmp_path, *short)
     assert report["batch"] == 2 and min(report["ms"].values()) > 0
-    monkeypatch.setattr(race, "timed_step", lambda side, *_: 3.0 if isinstance(side.net, race.OurFlux) else 6.0)
+    monkeypatch.setattr(race, "timed_step", lambda net, *_: 3.0 if isinstance(net, race.OurFlux) else 6.0)
     report = report_of(race, tmp_path, *short, "--steps=3")
     assert (report["ratio"], report["ratio_quartiles"], report["ms"]) == (2, [2, 2], {"ours": 3, "diffusers": 6})
     monkeypatch.setattr(race, "DiffusersFlux", lambda model: race.OurFlux(replace(model, double_blocks=3)))

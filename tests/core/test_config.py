@@ -146,7 +146,7 @@ def test_text_that_no_file_could_hold_is_refused(tmp_path):
 
 # Combinations
 
-TOY = 'data.kind = "toy"\ndata.train_samples = 1\n'
+TOY = 'data.kind = "toy"\ndata.expected_train_samples = 1\n'
 REFUSED = {  # TOML: words of the refusal
     "model.heads = 25": ["model.hidden=3072", "model.heads=25"],
     "model.latent_height = 31": ["model.latent_height", "even"],
@@ -155,9 +155,9 @@ REFUSED = {  # TOML: words of the refusal
         f"model.rope_axes = {axes}": ["model.rope_axes=(", "three even numbers with the sum hidden / heads = 128"]
         for axes in ([64, 64], [15, 56, 57], [-16, 72, 72], [16, 56, 58])
     },
-    TOY: ["data.kind=toy", "data.val_samples"],
+    TOY: ["data.kind=toy", "data.expected_val_samples"],
     'data.pictures = "a"': ["set data.kind=toy"],
-    TOY + 'data.pictures = "a"': ["set data.train_samples and data.val_samples to 0"],
+    TOY + 'data.pictures = "a"': ["set data.expected_train_samples and data.expected_val_samples to 0"],
     'compute.attention = "flash"\ncompute.dtype = "fp32"': [
         "compute.attention=cudnn and flash",
         "compute.dtype=bf16",
@@ -169,7 +169,7 @@ HARMLESS = (
     "train.logit_mean = 0.5",
     "compute.activation_memory_budget = 0.5",
     'compute.activation_checkpointing = "block"\ncompute.compile = true',
-    TOY + 'data.val_samples = 1\npictures.vae = "x"',
+    TOY + 'data.expected_val_samples = 1\npictures.vae = "x"',
 )
 
 

@@ -33,7 +33,7 @@ def write_set(cfg, folder, train, val):
     empty = {name: np.full(shapes[name], value, np.float32) for name, value in (("t5", 300), ("clip", 400))}
     dataset.write_empty(folder / "empty_encodings", empty)
     places = {"data__train": folder / "train", "data__val": folder / "val"}
-    values = {"data__kind": "embeddings", "data__train_samples": 0, "data__val_samples": 0}
+    values = {"data__kind": "embeddings", "data__expected_train_samples": 0, "data__expected_val_samples": 0}
     return config_file.replace(cfg, **values, **{key: str(path) for key, path in places.items()})
 
 
@@ -168,7 +168,7 @@ def test_rows_of_padding_hold_zeros_whatever_was_in_the_buffer_before(cfg):
 
 
 def test_sets_of_another_number_and_validation_that_lacks_a_timestep_are_refused(micro, cfg, tmp_path):
-    for key, kind, count in (("train_samples", TrainSet, 50), ("val_samples", ValSet, 45)):
+    for key, kind, count in (("expected_train_samples", TrainSet, 50), ("expected_val_samples", ValSet, 45)):
         text = refusal(kind, config_file.replace(cfg, **{f"data__{key}": 44}), 0, 1, False)
         assert f"holds {count} samples, data.{key}=44 asks for 44; set it to {count} or to 0" in text
     of_training = config_file.replace(cfg, data__val=cfg.data.train)

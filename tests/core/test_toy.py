@@ -76,7 +76,7 @@ def test_a_set_is_made_once_and_whole_or_not_at_all(micro, tmp_path, monkeypatch
     toy.ensure(cfg)
     beside.join()
     assert {path.name for path in new.iterdir()} == {".set.lock", "set", other.name} and len(made) == 1
-    assert len(opened(new / "set" / "train")) == micro.data.train_samples
+    assert len(opened(new / "set" / "train")) == micro.data.expected_train_samples
     assert commands.main(["shapes", f"--config={MICRO}", f"--out={tmp_path / 'made'}"]) == 0
     assert contents(tmp_path / "made" / "train") == contents(new / "set" / "train")
     assert commands.main(["shapes", f"--config={MICRO}", f"--out={tmp_path / 'made'}"]) == 2

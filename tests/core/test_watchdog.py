@@ -1,6 +1,7 @@
 """Hangs, pauses, signals and a launcher that dies: what ends, what is said, and what goes on."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -80,7 +81,7 @@ def test_a_rank_that_torchrun_ends_is_silent_about_the_rank_that_broke():
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_files_of_another_rank_does_not_hang(tmp_path):
-    argv = micro_run(tmp_path / "data", tmp_path / "run", "--run.watchdog_s=2.5", "--train.max_samples=12")
+    argv = micro_run(tmp_path / "data", tmp_path / "run", "--run.watchdog_s=5", "--train.max_samples=12")
     done = script("tests/helpers/slow_set.py", *argv, ranks=2)
     assert done.returncode == 0, done.stderr
 
@@ -144,7 +145,7 @@ def test_a_signal_saves_and_ends_the_run_unless_it_was_ignored(shapes_dir, tmp_p
 @contextlib.contextmanager
 def endless(data, folder):
     """A run by 2 ranks that has done a few steps, and a function that counts its records."""
-    argv = micro_run(data, folder / "run", "--train.max_samples=1200000", "--run.watchdog_s=5")
+    argv = micro_run(data, folder / "run", "--train.max_samples=1200000", "--run.watchdog_s=8")
     more = ("--eval.every_samples=96", "--train.log_every_samples=12")
     done = partial(count, folder / "run" / "metrics.jsonl")
     with Job(folder / "log", "train.py", *argv, *more, ranks=2) as job:
@@ -174,4 +175,6 @@ def test_when_a_rank_freezes_the_other_one_says_where_it_waits_and_ends(shapes_d
         send(job.ranks()[1], signal.SIGSTOP)
         assert job.until(lambda: "no progress" in job.said and len(job.ranks()) == 1, timeout=60)
     (line,) = re.findall(r"train\.py: rank 0 on \S+: (no progress [^\r\n]*)", job.said)
-    assert re.match(r"no progress for 5 s since .*, now at \S+\.py:\d+; this rank, another one, the network", line)
+    assert re.match(r"no progress for 8 s since .*, now at \S+\.py:\d+; this rank, another one, the network", line)
+    entries = json.loads((tmp_path / "run" / "hang_rank_0.json").read_text())["entries"]
+    assert entries[-1]["profiling_name"].startswith("gloo:") and entries[-1]["state"] == "scheduled"

@@ -207,7 +207,9 @@ def test_damage_of_a_sample_is_noticed_and_named(folder, shard):
 
 def config_for(cfg, folder):
     places = {"data__train": str(folder), "data__val": str(folder), "data__empty": str(config.empty_dir(cfg))}
-    return config_file.replace(cfg, **places, data__train_samples=COUNT, data__val_samples=COUNT, eval__batch=8)
+    return config_file.replace(
+        cfg, **places, data__expected_train_samples=COUNT, data__expected_val_samples=COUNT, eval__batch=8
+    )
 
 
 def test_damage_stops_the_run_with_shard_sample_and_remedy(micro, folder, shard):

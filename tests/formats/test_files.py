@@ -65,7 +65,7 @@ def test_what_may_not_be_read_is_never_taken_for_absent(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "listdir", refuse)
     monkeypatch.setattr(os, "scandir", refuse)
-    readers = (checkpoint.list_checkpoints, weights.find, dataset.paths_of, mlcommons.arrow_files, captioned.find)
+    readers = (checkpoint.list_checkpoints, weights.find, dataset.paths_of, mlcommons.arrow_files, captioned.list_files)
     taken = []
     for reader in readers:
         with contextlib.suppress(PermissionError):

@@ -91,7 +91,7 @@ FREE = {  # what a page calls free: what is changed, and the parts of `record` t
         EVERYTHING,
     ),
     "a bias after the product's rounding": ([(F, "linear", bias_last)], IN_BF16),
-    "modulation rounded once": ([(model, "modulate", modulated_once)], IN_BF16),
+    "modulation rounded once": ([(model, "modulated_norm", modulated_once)], IN_BF16),
     "SiLU rounds each result": ([(F, "silu", lambda x, inplace=False: x * torch.sigmoid(x))], IN_BF16),
     "a softmax in fp32": ([(model, "attention", attention(False, torch.float32))], IN_BF16),
     "a rounded softmax": ([(model, "attention", attention(True, torch.float32))], IN_BF16),

@@ -52,8 +52,8 @@ def test_the_run_shows_what_it_should():
 
 
 def test_every_place_is_used_and_every_value_has_one():
-    used = {id(files.place(value.name)) for value in KEPT.values}
-    assert used == {id(place) for place in files.PLACES.values()}
+    used = {id(files.row("places", value.name)) for value in KEPT.values}
+    assert used == {id(row) for row in files.TABLES["places"].values()}
     rate = config_file.load(FOLDER / CONFIG).optim.lr
     for value in KEPT.values:
         place = files.place(value.name)

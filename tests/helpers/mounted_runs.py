@@ -1,4 +1,4 @@
-"""Runs in a folder that is mounted under two names. Started by test_folder.py in a mount namespace of its own."""
+"""Runs in a folder that is mounted under two names. Started by test_run_folder.py in a mount namespace of its own."""
 
 import subprocess
 from contextlib import ExitStack

@@ -5,7 +5,7 @@ import time
 from flux_ref import cli, toy
 from train import main as train
 
-MAKES_S = 5.0
+MAKES_S = 10.0
 
 
 def main(*argv):

@@ -55,7 +55,7 @@ def predicted(name):
     cfg = config_file.load(CONFIG, overrides(name))
     rows = config.micro_batch(cfg, count)
     layout, traced = region_costs.node_layout(cfg, count, count), region_costs.trace(cfg, "cpu", rows)
-    return memory.fullest(cfg, layout, traced, count, rows).total
+    return memory.fullest(cfg, layout, traced).total
 
 
 def main(name, out):

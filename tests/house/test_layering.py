@@ -14,7 +14,7 @@ ASKED = {  # what is imported in the one function that a key asks
 SHARED = {"tools.json_option", "tools.flops_and_bytes"}  # what several commands use
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 400
 BACKENDS = re.compile("cuda(?!_graphs)|nccl|gloo", re.IGNORECASE)
-NAMES_A_BACKEND = {"graphs", "ranks", "sharding"}
+NAMES_A_BACKEND = {"graphs", "ranks", "sharding", "watchdog"}
 # A bare except, a lenient load, and what pickles what it saves or sends.
 UNSAFE = re.compile(
     r"^ *(except:|(import|from) (pickle|dill|shelve)\b.*)|strict=False|allow_pickle=True"

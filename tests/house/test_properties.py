@@ -48,7 +48,7 @@ def examples(count):
 
 
 def told():
-    """What is not read is refused: `errors.complain` says it in one line. Each other exception ends the test."""
+    """What is not read is refused: `cli.complain` says it in one line. Each other exception ends the test."""
     return suppress(Refusal, Fault, BadSample)
 
 
@@ -189,7 +189,7 @@ FILES = st.lists(
 def collected(root):
     """The names of all pictures of a folder, after each is loaded."""
     found = []
-    for part in pictures.parts_of(root, pictures.find(root), "caption", 2):
+    for part in pictures.split_into_parts(root, pictures.list_files(root), "caption", 2):
         for picture in part():
             try:
                 made, caption = picture.load(8, 16)
@@ -212,7 +212,7 @@ def test_a_folder_of_own_pictures(given_files):
                 path.write_bytes(content)
         with told():
             found = collected(root)
-            assert sorted(found) == [name for name in pictures.find(root) if not name.endswith(pictures.TEXTS)]
+            assert sorted(found) == [name for name in pictures.list_files(root) if not name.endswith(pictures.TEXTS)]
 
 
 @examples(100)

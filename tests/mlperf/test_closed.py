@@ -39,7 +39,10 @@ def test_each_departure_alone_disqualifies(tmp_path):
     """Without the entries `disqualified`, the logged values still speak, to `report` or to the official checker."""
     plain = load(CONFIGS["schnell_gbs512"])
     cases = {key: (with_another(plain, key), COUNTS) for key, known in config.KEYS.items() if known.closed}
-    cases |= {"data.train_samples": (plain, (512, VAL_SAMPLES)), "data.val_samples": (plain, (TRAIN_SAMPLES, 8))}
+    cases |= {
+        "train_samples": (plain, (512, VAL_SAMPLES)),
+        "val_samples": (plain, (TRAIN_SAMPLES, 8)),
+    }
     assert {*cases, mlperf_closed.VAL_PRECISION} == {*mlperf_closed.FIXED}, "every compute of ours may validate"
     path = tmp_path / "result_0.txt"
     for key, (cfg, counts) in cases.items():
@@ -51,7 +54,7 @@ def test_each_departure_alone_disqualifies(tmp_path):
         assert '"status": "aborted"' in stop, key
         stripped(path, "disqualified")
         name = {"eval.every_samples": "evaluation_frequency", "data.drop_page_cache": "cache_clear"}.get(
-            key, key.split(".")[1]
+            key, key.split(".")[-1]
         )
         name = re.sub("beta(.)", r"beta_\1", name).replace("optim.eps", "optim.epsilon")
         (found,) = faults(path)

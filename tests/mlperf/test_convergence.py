@@ -33,7 +33,7 @@ def test_a_run_above_all_public_ones_is_warned_of():
 def test_where_there_is_no_band_nothing_is_judged():
     high = [(262_144, 9.0), (524_288, 9.0)]
     assert warned(benchmark(512), high) == [1]
-    without = benchmark(500), benchmark(512, eval__band=False), benchmark(512, eval__target=0.5)
+    without = benchmark(500), benchmark(512, eval__warn_above_public_runs=False), benchmark(512, eval__target=0.5)
     for cfg in (*without, benchmark(512, model__single_blocks=2)):
         assert warned(cfg, high) == []
     assert warned(benchmark(512), [(1, 9.0), (2, 9.0)]) == []

@@ -25,7 +25,7 @@ PIPES = shutil.ignore_patterns("pipe.*")
 def overrides(pictures, folder):
     """The micro config on a folder of pictures."""
     own = [f"--data.pictures={pictures}", f"--data.train={folder}/train", f"--data.val={folder}/val"]
-    return [*own, *SIZES, "--data.train_samples=0", "--data.val_samples=0"]
+    return [*own, *SIZES, "--data.expected_train_samples=0", "--data.expected_val_samples=0"]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,6 @@ def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
         assert all((members[name] == dataset.to_bf16_bits(values)).all() for name, values in wanted.items())
     shown = capsys.readouterr().out
     assert f"{len(train)} pictures to train on and {len(val)} held out; 7 rejected" in shown
-    assert "toy codec changes a colour by" in shown and (tmp_path / "set" / "codec.png").is_file()
 
 
 def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path, capsys):
@@ -127,34 +126,9 @@ def test_one_command_trains_and_draws_a_folder(pictures, tmp_path, capsys):
     run = tmp_path / "run"
     options = [*overrides(pictures, tmp_path / "set"), f"--run.dir={run}", "--pictures.count=20", "--pictures.steps=2"]
     assert called("train.py", str(MICRO), *options) == 0
-    assert (run / "samples" / "000000060.png").is_file() and not (run / "pictures.jsonl").exists()
+    assert (run / "samples" / "000000060.png").is_file()
     assert "  16 pictures, as no more captions differ: " in capsys.readouterr().out
     assert called("eval.py", str(run), "--draw-only", "--prompt", "A teal ring, above a purple bar") == 0
-    assert "unknown_words          purple\n" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "set")  # prompts need no data set
     assert called("eval.py", str(run), "--draw-only", "--prompt", "a purple bar") == 0
-    assert "unknown_words" not in capsys.readouterr().out
     assert called("train.py", str(MICRO), *options[1:], "--train.max_samples=72", "--data.pictures=") == 2
-
-
-def test_the_judge_tells_what_a_picture_shows():
-    everything = toy.all_drawings()[::7]  # each size, colour, shape and place
-    pictures = [toy.render(drawing, 64, 64, toy.JITTER, -toy.JITTER) for drawing in everything]
-    captions = [drawing.caption for drawing in everything]
-    assert toy.find_wrong_pictures(pictures, captions) == {}, "as data sets have them"
-    others = captions[1:] + captions[:1]
-    assert toy.find_wrong_pictures(pictures, others) == dict(zip(others, captions))
-    white = np.full((3, 64, 64), 2 * toy.BACKGROUND - 1, np.float32)
-    noises = np.random.default_rng(0).standard_normal((18, 3, 64, 64))
-    for drawing, noise in zip(toy.held_out()[::3], noises):  # of each shape and colour
-        own = toy.render(drawing, 64, 64)
-        far = toy.render(drawing, 64, 64, dx=0.3)
-        strange = [white, -white, noise.clip(-1, 1), (own + 2 * noise).clip(-1, 1), (white + own) / 2, far]
-        for second in everything:
-            if second.place != drawing.place:
-                other = toy.render(second, 64, 64)
-                strange.append(np.where(other == white, own, other))
-        assert [len(toy.find_wrong_pictures([picture], [drawing.caption])) for picture in strange] == [1] * len(strange)
-        kept = toy.decode(toy.encode(own))
-        assert toy.find_wrong_pictures([kept, own + 0.25 * noise], [drawing.caption] * 2) == {}
-    assert toy.find_wrong_pictures([noises[0].clip(-1, 1)], ["any"]) == {"any": "no drawing"}

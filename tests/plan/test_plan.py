@@ -94,7 +94,7 @@ def test_a_smaller_budget_keeps_less_and_computes_more():
 
 
 def test_products_add_up_to_the_closed_form():
-    """Attention's backward counts its scores a second time, which flops.per_sample leaves out."""
+    """Attention's backward counts its scores a second time, which flops_and_bytes.per_sample leaves out."""
     cfg, model = wide(compute__compile=True), wide().model
     found = region_costs.trace(cfg, "cpu", 1)
     S, D = model.text_tokens + model.image_tokens, model.hidden
@@ -158,7 +158,7 @@ def test_nodes_of_a_captured_step():
                 train_step(state.net, state.opt, batch, health, cfg)
         found = region_costs.trace(cfg, "cpu", 1)
         layout = region_costs.node_layout(cfg, 8, 8)
-        compared.append(memory.graph_nodes(cfg, layout, found, micros) / step.count)
+        compared.append(memory.graph_nodes(cfg, layout, found) / step.count)
     assert all(0.85 < ratio < 1.15 for ratio in compared), compared
 
 
@@ -201,7 +201,7 @@ def step_without_peers(name):
     rows = config.micro_batch(cfg, gpus)
     layout, footprints = region_costs.node_layout(cfg, gpus, node), region_costs.trace(cfg, "cpu", rows)
     with fake_world(gpus, node=node) as world:
-        return memory.fullest(cfg, layout, footprints, gpus, rows).total, step_memory.tensor_bytes(cfg, world)
+        return memory.fullest(cfg, layout, footprints).total, step_memory.tensor_bytes(cfg, world)
 
 
 @pytest.mark.parametrize("names", [("some kept", "pairs in fp32"), pytest.param(CASES, marks=pytest.mark.nightly)])
@@ -228,7 +228,7 @@ def paced(kept, gpu=GPU, **values):
     second = Pass(0, 0, ASSUMED.memory_share * gpu.memory_tb_s * 1e12, ())
     footprints = dict.fromkeys(("double 1", "single 1", "ends"), Footprint(second, second))
     layout = region_costs.node_layout(cfg, 8, 8)
-    return step_time.times(cfg, layout, footprints, machine, 1), len(layout.units)
+    return step_time.times(cfg, layout, footprints, machine), len(layout.units)
 
 
 def links(times):

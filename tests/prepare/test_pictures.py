@@ -11,7 +11,7 @@ import pytest
 import torch
 from colour_profiles import DISPLAY_P3, LINEAR_GREY
 from conftest import refusal
-from PIL import Image, ImageCms, PngImagePlugin
+from PIL import Image, ImageCms
 from torchvision.transforms import InterpolationMode, v2
 
 from flux_ref import cli
@@ -110,15 +110,6 @@ def test_pictures_of_all_forms_show_what_they_show_to_people():
     assert distance(pixels(saved(drawn(120, 300)), 32, 48), shown) == 0, "a shape that is no square"
 
 
-def test_a_gamma_without_a_profile_is_left_aside_and_one_line_says_so(capsys):
-    cli.notice.cache_clear()
-    for gamma, lines in ((45_455, 0), (100_000, 1), (55_556, 0)):
-        chunk = PngImagePlugin.PngInfo()
-        chunk.add(b"gAMA", gamma.to_bytes(4))
-        assert distance(pixels(saved(drawn(256, 256), pnginfo=chunk)), drawn(256, 256)) == 0
-        assert capsys.readouterr().err.count("without their gAMA\n") == lines
-
-
 WHOLE = saved(drawn(300, 200))
 BAD = {  # reason, content
     "not a picture": [b"", b"this is no picture\n" * 20, saved(drawn(80, 80), "TIFF"), WHOLE[:40]],
@@ -191,7 +182,11 @@ def put(folder, contents):
 
 def outcome(folder, column="text"):
     """Name and caption, or why it is rejected, of each picture."""
-    found = [picture for part in pictures.parts_of(folder, pictures.find(folder), column, 3) for picture in part()]
+    found = [
+        picture
+        for part in pictures.split_into_parts(folder, pictures.list_files(folder), column, 3)
+        for picture in part()
+    ]
     return [(picture.name, caption_of(picture)) for picture in found]
 
 

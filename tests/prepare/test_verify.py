@@ -113,6 +113,6 @@ def test_a_whole_set_passes_with_its_numbers_alone_and_beside_the_empty_encoding
         assert code == 0 and "\nPASS\n" in said, said
     assert run(root)[1].splitlines()[:2] == ["train: 8 samples in 3 shards", "val: 16 samples in 6 shards"]
     for count, code in (("8", 0), ("9", 1)):
-        (tmp_path / "count.toml").write_text(Path(micro).read_text() + f"\ndata.train_samples = {count}")
+        (tmp_path / "count.toml").write_text(Path(micro).read_text() + f"\ndata.expected_train_samples = {count}")
         assert run(root, f"--config={tmp_path}/count.toml")[0] == code
     assert "is no folder" in run(root / "none")[1] and run(root / "none")[0] == 2

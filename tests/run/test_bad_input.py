@@ -101,7 +101,7 @@ def test_damage_that_opening_finds_is_refused_and_damage_on_the_way_stops_the_ru
 def test_an_evaluation_that_fails_loses_no_step(attempt, shapes_dir, dataset, tmp_path):
     """checkpoint.every_samples is 0 there."""
     again = micro_run(dataset, tmp_path / "run")
-    put_nan(dataset, "val", int(rng.order(0, 0, CFG.data.val_samples)[-1]))  # opening meets others
+    put_nan(dataset, "val", int(rng.order(0, 0, CFG.data.expected_val_samples)[-1]))  # opening meets others
     assert attempt(*again)[0] == 3 and saved_steps(tmp_path / "run") == [3]
     shutil.copy(shapes_dir / "val" / "shard_000000.tar", dataset / "val")
     assert attempt(*again)[0] == 0 and saved_steps(tmp_path / "run") == [3, 5]
@@ -246,7 +246,7 @@ def test_a_command_ends_with_its_code_whatever_becomes_of_what_it_says(tmp_path)
 
 def met_by(rank):
     """A training sample that a rank of two meets first in step 1, and that opening does not meet."""
-    order = rng.order(CFG.train.seed, 0, CFG.data.train_samples)
+    order = rng.order(CFG.train.seed, 0, CFG.data.expected_train_samples)
     return next(int(order[p]) for p in dataloader.rank_slice(CFG, 1, rank, 2) if 0 < order[p] < 49)
 
 

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from conftest import called, micro_config, micro_run, refusal
+from PIL import Image
 from run_files import lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -70,17 +71,6 @@ def test_in_a_log_file_a_bar_has_lines_of_its_own_and_messages_stand_as_they_are
         assert words in line, (line, words)
 
 
-def test_a_sheet_at_the_end_is_judged_once_though_the_run_was_killed_behind_it(shapes_dir, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    argv = micro_run(shapes_dir, run, "--pictures.count=2", "--pictures.steps=1", "--pictures.every_samples=24")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Reporter, "conclude", Mock(side_effect=Fault("struck")))
-        assert called("train.py", *argv) == 3
-    assert called("train.py", *argv) == 0
-    assert [record["samples"] for record in lines(run, "pictures.jsonl")] == [24, 48, 60]
-
-
 def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_dir, tmp_path, monkeypatch):
     run = tmp_path / "run"
     own = ("--train.log_every_samples=12", "--pictures.count=2", "--pictures.steps=1", "--pictures.every_samples=24")
@@ -102,15 +92,16 @@ def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_
     assert [record["samples"] for record in evaluations] == [36, 60]
     rates = [record["samples_per_s"] > 1 for record in records]
     assert rates == [True, True, False, True, False], "a drawing, of -1000 seconds here, is no part of the rate"
+    by_time = [evaluation | {"val_loss": evaluation["val_loss_per_timestep"][3]} for evaluation in evaluations]
     wanted = {f"train/{name}": (records, name) for name in records[0] if name not in ("step", "samples")}
-    wanted |= {"validation/loss": (evaluations, "val_loss")}
-    judged = lines(run, "pictures.jsonl")
-    assert [record["samples"] for record in judged] == [24, 48, 60]
+    wanted |= {"validation/loss": (evaluations, "val_loss"), "validation by t/t=3_8": (by_time, "val_loss")}
     for tag, (rows, name) in wanted.items():
         shown = np.unique([(event.step, event.value) for event in board.Scalars(tag)], axis=0)
         assert np.allclose(shown, [(row["samples"], row[name]) for row in rows], rtol=1e-6), tag
-    assert len(board.Tags()["scalars"]) == len(wanted) + 9, "by t, and how many pictures are right"
-    assert {picture.step for picture in board.Images("pictures")} == {24, 48, 60}
+    assert len(board.Tags()["scalars"]) == len(wanted) + 7
+    pictures = board.Images("pictures")
+    assert {picture.step for picture in pictures} == {24, 48, 60}
+    assert pictures[-1].width == Image.open(run / "samples" / "000000060.png").width
 
 
 def test_a_run_without_the_package_writes_no_board_and_says_why_if_it_is_broken(

@@ -167,9 +167,9 @@ def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg,
 def test_a_damaged_record_is_refused_before_a_record_goes(cfg, world):
     place = put(cfg, "saved")
     (place / "metrics.jsonl").write_text('{"samples": 48, "loss": 1}\n{"samples": 60, "loss": 1}\n')
-    (place / "pictures.jsonl").write_text("half of\n")
+    (place / "eval.jsonl").write_text("half of\n")
     before = contents(place)
-    with pytest.raises(Refusal, match=r"pictures\.jsonl, line 1 is no record"):
+    with pytest.raises(Refusal, match=r"eval\.jsonl, line 1 is no record"):
         Reporter(cfg, world, print).resume({"step": 4, "samples": 48, "unwritten": []})
     assert contents(place) == before
 

@@ -21,7 +21,7 @@ FILES = {
     *("metrics.jsonl", "outcome.json", "result_0.txt"),
     *(["tensorboard"] if importlib.util.find_spec("tensorboard") else []),
 }
-PICTURES = {"samples", "pictures.jsonl"}
+PICTURES = {"samples"}
 
 
 def names(folder):
@@ -142,11 +142,14 @@ def test_no_data_is_opened_before_run_start(run, shapes_dir, tmp_path):
 
 
 def test_a_refusal_leaves_no_folder(run, capsys):
-    pictures = ("--data.train_samples=0", "--pictures.count=1", "--pictures.vae=none.safetensors")
+    pictures = ("--data.expected_train_samples=0", "--pictures.count=1", "--pictures.vae=none.safetensors")
     for options, words in (
-        (("--data.val_samples=46",), "holds 45 samples, data.val_samples=46 asks for 46"),
+        (("--data.expected_val_samples=46",), "holds 45 samples, data.expected_val_samples=46 asks for 46"),
         (("--compute.cuda_graphs=on",), "compute.cuda_graphs=on cannot be honoured: a device of type cpu"),
-        (("--data.val_samples=0", *pictures), "autoencoder none.safetensors is no file"),  # looked at before training
+        (
+            ("--data.expected_val_samples=0", *pictures),
+            "autoencoder none.safetensors is no file",
+        ),  # looked at before training
     ):
         assert not run("--data.kind=embeddings", *options, code=2).exists()
         assert words in capsys.readouterr().err

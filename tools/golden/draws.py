@@ -8,11 +8,12 @@ import torch
 from flux_ref import model, rng, schedule
 from flux_ref.config import Config, OptimConfig
 from flux_ref.mlperf_closed import TRAIN_SAMPLES
-from tools.golden import files
-from tools.golden.files import Values
+from tools.golden.files import Values, inputs_of
 from tools.golden.training import Replay, drawn_at
 
-FULL_SEED = files.inputs_of("full.sample")["seed"]
+FULL_SEED = inputs_of("full.sample")["seed"]
+TIMES = ("draws.t", "draws.t.shift", "draws.t.logit_normal", "draws.t.logit_normal_shift")
+TIME_KEYS = ("timestep_sampling", "logit_mean", "logit_std", "timestep_shift")  # of a config
 
 
 def draws(run: Replay) -> Values:
@@ -21,7 +22,7 @@ def draws(run: Replay) -> Values:
     values: Values = {}
     for number in range(5):
         name = f"draws.words.{number}"
-        about = dict(files.inputs_of(name))
+        about = dict(inputs_of(name))
         values[name] = rng.words(start=about.pop("first"), **about)
     values |= {
         "draws.uniform": rng.uniform(values["draws.words.1"]),
@@ -31,7 +32,7 @@ def draws(run: Replay) -> Values:
 
     seed = cfg.train.seed
     shape = cfg.model.latent_shape
-    about = files.inputs_of("draws.t")
+    about = inputs_of("draws.t")
     epoch = about["epoch"]
     samples = range(about["count"])
     drawn = [rng.train_draw(cfg.train, epoch, i, shape) for i in samples]
@@ -39,16 +40,12 @@ def draws(run: Replay) -> Values:
         "draws.order.0": rng.order(seed, 0, len(samples)),
         "draws.order.1": rng.order(seed, 1, len(samples)),
         "draws.drop": np.array([draw.drop_caption for draw in drawn]),
-        "draws.t": np.array([draw.t for draw in drawn], np.float32),
     }
-    for name in ("draws.t.shift", "draws.t.logit_normal", "draws.t.logit_normal_shift"):
-        about = files.inputs_of(name)
-        keys = "timestep_sampling", "logit_mean", "logit_std", "timestep_shift"
-        train = replace(cfg.train, **{key: about[key] for key in keys})
-        other = [rng.train_draw(train, epoch, i, (2,)) for i in samples]
-        values[name] = np.array([draw.t for draw in other], np.float32)
+    for name in TIMES:
+        train = replace(cfg.train, **{key: value for key, value in inputs_of(name).items() if key in TIME_KEYS})
+        values[name] = np.array([rng.train_draw(train, epoch, i, shape).t for i in samples], np.float32)
 
-    about = files.inputs_of("draws.val_noise")
+    about = inputs_of("draws.val_noise")
     sample = about["sample"]
     val_eps, val_noise = rng.val_draw(seed, about["evaluation"], sample, shape)
     values |= {
@@ -58,7 +55,7 @@ def draws(run: Replay) -> Values:
         "draws.val_noise": val_noise,
     }
 
-    about = files.inputs_of("schedule.lr")
+    about = inputs_of("schedule.lr")
     optim = OptimConfig(lr=about["peak"], warmup_steps=about["warmup_steps"])
     rates = [schedule.lr(number, optim) for number in about["steps"]]
     values["schedule.lr"] = np.array(rates, np.float32)
@@ -77,8 +74,8 @@ def full_net(_: Replay) -> Values:
     with torch.device("meta"):
         net = model.Flux(Config().model)
     table = net.make_rope()
-    tokens = files.inputs_of("full.rope")["tokens"]
-    about = files.inputs_of("full.init.piece")
+    tokens = inputs_of("full.rope")["tokens"]
+    about = inputs_of("full.init.piece")
     name = about["name"]
     kind, width = model.init_spec(name, tuple(net.get_parameter(name).shape))
     return {

@@ -5,7 +5,9 @@ import math
 import re
 import tomllib
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -129,30 +131,19 @@ class Place:
 TABLES = tomllib.loads(Path(__file__).with_name("places.toml").read_text(encoding="utf-8"))
 
 
-def made(kind: str, meaning: str, *hints: str) -> Place:
-    """A place from its row in the table. A hint may be the name of shared ones."""
-    words = []
-    for hint in hints:
-        words += TABLES["hints"].get(hint, [hint])
-    tolerance, unit, why = TABLES["kinds"][kind]
-    return Place(tolerance, unit, why, meaning, words)
-
-
-# By pattern; the first pattern that matches a name counts.
-PLACES = {pattern: made(*row) for pattern, row in TABLES["places"].items()}
+def row(table: str, name: str) -> Any:
+    """What a table of patterns says of a value. The first pattern that matches its name counts; {} without one."""
+    return next((found for pattern, found in TABLES[table].items() if re.fullmatch(pattern, name)), {})
 
 
 def place(name: str) -> Place:
-    """The place of a value. Raises: KeyError for a name without a place."""
-    for pattern, known in PLACES.items():
-        if re.fullmatch(pattern, name):
-            return known
-    raise KeyError(name)
+    """The place of a value. A hint in the table may be the name of shared ones. Raises: ValueError without a place."""
+    kind, meaning, *hints = row("places", name)
+    words = chain.from_iterable(TABLES["hints"].get(hint, [hint]) for hint in hints)
+    tolerance, unit, why = TABLES["kinds"][kind]
+    return Place(tolerance, unit, why, meaning, [*words])
 
 
 def inputs_of(name: str) -> dict:
     """What a value is computed from, where the table says so."""
-    for pattern, row in TABLES["inputs"].items():
-        if re.fullmatch(pattern, name):
-            return row
-    return {}
+    return row("inputs", name)

@@ -40,8 +40,8 @@ class Replay(NamedTuple):
 
     def tensors(self, prefix: str) -> Tensors:
         """The given values of a prefix, by the rest of their names."""
-        found = {name.removeprefix(prefix): array for name, array in self.given.items() if name.startswith(prefix)}
-        return {name: torch.from_numpy(array) for name, array in found.items()}
+        found = [name for name in self.given if name.startswith(prefix)]
+        return {name.removeprefix(prefix): torch.from_numpy(self.given[name]) for name in found}
 
     def weights(self) -> Tensors:
         return self.tensors("weights.")
@@ -194,7 +194,7 @@ def batches(cfg: Config, rank: int, size: int, first: int) -> Iterator[tuple[Val
     with closing(train_set.feed(first * train.global_batch)) as feed:
         for number in count(first):
             dataloader.copy_next(feed, batch)
-            rows = drawn_at(dataloader.rank_slice(cfg, number, rank, size), cfg.data.train_samples, train)
+            rows = drawn_at(dataloader.rank_slice(cfg, number, rank, size), cfg.data.expected_train_samples, train)
             yield rows | {"t": batch["t"].numpy().copy()}, batch
 
 
@@ -296,40 +296,36 @@ def step_in_bf16(run: Replay) -> Tensors:
     return named("bf16.step", values | {f"weights.{WEIGHT}": after, f"moved.{WEIGHT}": moved})
 
 
-def validated(run: Replay, samples: int) -> evaluate.Validation:
-    """The validation of the given weights. Its noise is named after the number of training samples before it."""
+def validated(run: Replay, samples: int) -> tuple[Tensors, list[Tensors]]:
+    """(losses, what each batch holds) of the validation of the given weights after so many training samples.
+
+    The last batch holds one sample; its other rows are padding.
+    """
     val_set = dataloader.ValSet(run.cfg, 0, 1, pin=False)
     val_set.open()
-    return evaluate.validation_loss(trainer.Trainer(run.start(), run.cfg, run.world), val_set, samples)
+    validator = trainer.Trainer(run.start(), run.cfg, run.world)
+    batches: list[Tensors] = []
+
+    def note(_: str) -> None:
+        batch = validator.val_batch
+        found = batch | {"losses": losses_of(run.cfg, run.weights(), batch)}
+        is_sample = batch["timestep"] >= 0
+        batches.append({name: found[name][is_sample] for name in ("t", "latent_eps", "noise", "losses")})
+
+    result = evaluate.validation_loss(validator, val_set, samples, note)
+    losses = {"loss_per_timestep": result.val_loss_per_timestep, "loss": result.val_loss}
+    return {name: torch.tensor(value) for name, value in losses.items()}, batches
 
 
 def later_validation(run: Replay) -> Tensors:
     """The validation loss after some training samples."""
-    result = validated(run, files.inputs_of("val.later.loss")["evaluation"])
-    found = {"loss_per_timestep": result.val_loss_per_timestep, "loss": result.val_loss}
-    return named("val.later", {name: torch.tensor(value) for name, value in found.items()})
+    losses, _ = validated(run, files.inputs_of("val.later.loss")["evaluation"])
+    return named("val.later", losses)
 
 
 def validation(run: Replay) -> Recorded:
-    """The validation loss before training. The last batch holds one sample; its other rows are padding."""
-    cfg = run.cfg
-    val_set = dataloader.ValSet(cfg, 0, 1, pin=False)
-    val_set.open()
-    batch = dataloader.allocate(cfg.model, cfg.eval.batch)
-    parts: list[Tensors] = []
-    with closing(val_set.feed(0)) as feed:
-        for _ in range(val_set.batches):
-            dataloader.copy_next(feed, batch)
-            found = batch | {"losses": losses_of(cfg, run.weights(), batch)}
-            is_sample = batch["timestep"] >= 0
-            parts.append({name: found[name][is_sample] for name in ("t", "latent_eps", "noise", "losses")})
-    values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
+    """The validation loss before training."""
+    losses, batches = validated(run, samples=0)
+    values: Recorded = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
     counts = np.bincount(run.given["data.val.timestep"], minlength=schedule.TIMESTEPS)
-    result = validated(run, samples=0)
-    values |= {
-        "count": torch.from_numpy(counts).float(),
-        "loss_per_timestep": torch.tensor(result.val_loss_per_timestep),
-        "loss": torch.tensor(result.val_loss),
-    }
-    return named("val", values)
+    return named("val", values | {"count": counts.astype(np.float32)} | losses)

@@ -22,6 +22,7 @@ from flux_ref.config import EvalConfig
 from flux_ref.mlperf_closed import TRAIN_SAMPLES
 from flux_ref.precision import policy
 from tools import flops_and_bytes
+from tools.json_option import table
 from tools.plan import plan, step_time
 from tools.plan.memory import checkpoint_bytes
 from tools.plan.plan import GB, Plan
@@ -31,6 +32,7 @@ from tools.plan.step_time import Machine
 MOST_GPUS = 16_384
 COLUMNS = 80
 SHOWN = 3  # layouts
+LAYOUT = ("micro_batch", "activation_memory_budget", "kept_regions", "GB", "s of a step")
 
 
 def main(argv: list[str]) -> int:
@@ -52,17 +54,18 @@ def main(argv: list[str]) -> int:
         known = ", ".join(PLANNED)
         raise Refusal(f"a plan knows the rates of {known}; set precision.preset so, without precision.rules and switch")
 
-    loaded = step_time.measured(args.measured, args.gpus) if args.measured else step_time.load(args.gpu, precision)
-    gpu, assumed = loaded
-    machine = Machine(gpu, assumed, args.gpus)
+    rates = step_time.measured(args.measured, args.gpus) if args.measured else step_time.load(args.gpu, precision)
+    machine = Machine(*rates, args.gpus)
     one = plan.make(cfg, machine)
     label = cfg.precision.preset if policy.narrowest_format(cfg) else cfg.compute.dtype
     fits = one.total <= one.card
-    disk = dataset.sample_layout(cfg.model).stride * ((cfg.data.train_samples or TRAIN_SAMPLES) + one.val_samples)
+    disk = dataset.sample_layout(cfg.model).stride * (
+        (cfg.data.expected_train_samples or TRAIN_SAMPLES) + one.val_samples
+    )
     checkpoint = checkpoint_bytes(cfg) * one.layout.parameters
 
     lines = [
-        f"{cfg.name} on {args.gpus} x {args.gpu or gpu.arch}: {label}, micro-batch {one.rows}, "
+        f"{cfg.name} on {args.gpus} x {args.gpu or machine.gpu.arch}: {label}, micro-batch {one.rows}, "
         f"{one.layout.replicas} x {one.layout.shards} shards",
         *memory(one),
         *(time(one, args.price_per_gpu_hour) if fits else ["no times: this config does not fit the card"]),
@@ -89,7 +92,7 @@ def memory(one: Plan) -> list[str]:
 
 def beside(one: Plan, report: dict) -> list[str]:
     """The parts of a plan and of a report of bench.step in turn. Raises: Refusal."""
-    parts = step_time.parts(one.cfg, one.layout, one.footprints, one.machine, one.rows)
+    parts = step_time.parts(one.cfg, one.layout, one.footprints, one.machine)
     planned = {"step": one.times.step, **parts}
     try:
         measured = {"step": report["step_ms"]["median"], **report["parts_ms"]}
@@ -103,16 +106,11 @@ def beside(one: Plan, report: dict) -> list[str]:
 
 def layouts(found: list[Plan]) -> list[str]:
     """A table of the first of some plans."""
-    rows = [
-        f"{one.rows:13}{one.cfg.compute.activation_memory_budget:26}{one.cfg.parallel.kept_regions:14}"
-        f"{one.total / GB:9.1f}{one.times.step:14.4g}"
-        for one in found[:SHOWN]
-    ]
-    return [
-        f"{len(found)} layouts leave {plan.SPARE / GB:g} GB free; the fastest:",
-        "  micro_batch  activation_memory_budget  kept_regions     GB   s of a step",
-        *rows,
-    ]
+    rows = []
+    for one in found[:SHOWN]:
+        settings = [one.rows, one.cfg.compute.activation_memory_budget, one.cfg.parallel.kept_regions]
+        rows.append([*map(str, settings), f"{one.total / GB:.1f}", f"{one.times.step:.4g}"])
+    return [f"{len(found)} layouts leave {plan.SPARE / GB:g} GB free; the fastest:", *table(LAYOUT, rows)]
 
 
 def time(one: Plan, price: float) -> list[str]:

@@ -18,7 +18,7 @@ from flux_ref.precision.recipe import recipe_of
 from tools.flops_and_bytes import FsdpLayout
 from tools.plan import memory, region_costs, step_time
 from tools.plan.memory import Instant
-from tools.plan.region_costs import Footprint
+from tools.plan.region_costs import Footprints
 from tools.plan.step_time import Machine, Times
 
 
@@ -58,7 +58,7 @@ class Plan:
     graphs: float  # of captured steps, outside of tensors
     total: float  # on a card
     times: Times
-    footprints: dict[str, Footprint]
+    footprints: Footprints
     host: float  # seconds in which a rank's Python starts a step's kernels, 0 with graphs
     reaches_target: bool  # samples are what the reference needs, else train.max_samples
     samples: float
@@ -82,26 +82,26 @@ def make(cfg: Config, machine: Machine) -> Plan:
     return planned(cfg, machine, region_costs.trace(cfg, machine.gpu.arch, config.micro_batch(cfg, machine.gpus)))
 
 
-def planned(cfg: Config, machine: Machine, footprints: dict[str, Footprint]) -> Plan:
+def planned(cfg: Config, machine: Machine, footprints: Footprints) -> Plan:
     """The plan of a config whose net has these footprints."""
-    gpus = machine.gpus
-    rows = config.micro_batch(cfg, gpus)
-    layout = region_costs.node_layout(cfg, gpus, machine.gpu.node)
-    instant = memory.fullest(cfg, layout, footprints, gpus, rows)
-    times = step_time.times(cfg, layout, footprints, machine, rows)
+    layout = region_costs.node_layout(cfg, machine.gpus, machine.gpu.node)
+    instant = memory.fullest(cfg, layout, footprints)
+    times = step_time.times(cfg, layout, footprints, machine)
     assumed = machine.assumed
     enabled = cfg.compute.cuda_graphs
-    micros = ceil(cfg.train.global_batch / (gpus * rows))
-    nodes = memory.graph_nodes(cfg, layout, footprints, micros)
+    nodes = memory.graph_nodes(cfg, layout, footprints)
     graphs = host = 0.0
     if enabled == "on" or (enabled == "auto" and machine.gpu.arch.startswith("sm")):  # as graphs.obstacle
         nodes += sum(footprints[unit.kind].forward.kernels for unit in layout.units)  # of a validation batch
         graphs = len(recipe_of(cfg).phases) * nodes * assumed.graph_node_kb * KB
     else:
-        host = micros * len(layout.units) * assumed.host_ms_per_region / 1e3 + nodes * assumed.host_us_per_kernel / 1e6
+        host = (
+            layout.micros * len(layout.units) * assumed.host_ms_per_region / 1e3
+            + nodes * assumed.host_us_per_kernel / 1e6
+        )
         times = replace(times, step=max(times.step, host))
 
-    val_samples = (cfg.data.val_samples or VAL_SAMPLES) if cfg.data.val else 0
+    val_samples = (cfg.data.expected_val_samples or VAL_SAMPLES) if cfg.data.val else 0
     reference = samples_to_target(cfg) if val_samples else None
     samples = reference or cfg.train.max_samples
     every = schedule.steps_for(cfg.eval.every_samples, cfg.train.global_batch) * cfg.train.global_batch
@@ -109,7 +109,7 @@ def planned(cfg: Config, machine: Machine, footprints: dict[str, Footprint]) -> 
         cfg=cfg,
         machine=machine,
         layout=layout,
-        rows=rows,
+        rows=layout.rows,
         instant=instant,
         graphs=graphs,
         total=instant.total * (1 + assumed.margin) + graphs + assumed.outside_gb * GB,
@@ -119,7 +119,7 @@ def planned(cfg: Config, machine: Machine, footprints: dict[str, Footprint]) -> 
         reaches_target=bool(reference),
         samples=samples,
         val_samples=val_samples,
-        evaluation=ceil(val_samples / (gpus * cfg.eval.batch)) * times.validation,
+        evaluation=ceil(val_samples / (machine.gpus * cfg.eval.batch)) * times.validation,
         evaluations=ceil(samples / every) if val_samples and every else 0,
     )
 
@@ -148,7 +148,7 @@ def fastest(cfg: Config, machine: Machine) -> list[Plan]:
     return sorted(found, key=lambda one: one.times.step)
 
 
-def _keeping(cfg: Config, machine: Machine, footprints: dict[str, Footprint], kept: int) -> Plan:
+def _keeping(cfg: Config, machine: Machine, footprints: Footprints, kept: int) -> Plan:
     return planned(config_file.replace(cfg, parallel__kept_regions=kept), machine, footprints)
 
 
@@ -159,7 +159,7 @@ def warnings(one: Plan) -> list[str]:
     if one.total > one.card:
         lines.append(f"memory: {one.total / GB:.0f} GB do not fit {one.card / GB:g} GB")
 
-    departures = mlperf_closed.departures(cfg, cfg.data.train_samples or TRAIN_SAMPLES, one.val_samples)
+    departures = mlperf_closed.departures(cfg, cfg.data.expected_train_samples or TRAIN_SAMPLES, one.val_samples)
     if len(departures) < 5:  # else it is no benchmark run, and nobody takes it for one
         lines += [f"no benchmark result: {text}" for text in departures]
     if one.host >= one.times.step:

@@ -14,7 +14,7 @@ from typing import get_type_hints
 from flux_ref import config_file
 from flux_ref.config import Config
 from tools.plan import region_costs, step_time
-from tools.plan.region_costs import Footprint
+from tools.plan.region_costs import Footprints
 from tools.plan.step_time import Assumed, Gpu, Machine
 
 TABLE = Path(__file__).with_name("public_systems.csv")
@@ -61,7 +61,7 @@ def known() -> list[System]:
 
 
 @cache
-def traced(precision: str, arch: str, rows: int) -> dict[str, Footprint]:
+def traced(precision: str, arch: str, rows: int) -> Footprints:
     return region_costs.trace(config_of(precision), arch, rows)
 
 
@@ -90,5 +90,5 @@ def planned_s(system: System, gemm_share: float | None = None) -> float:
     sums = 2 * (2 * cfg.model.double_blocks + cfg.model.single_blocks)
     tokens = cfg.model.text_tokens + cfg.model.image_tokens
     stream = 2 * rows * system.tensor_parallel * tokens * cfg.model.hidden
-    step = step_time.times(cfg, layout, footprints, machine, rows).step
+    step = step_time.times(cfg, layout, footprints, machine).step
     return step + system.recomputed * forward + 2 * sums * machine.ring(stream, system.tensor_parallel)

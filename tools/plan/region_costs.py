@@ -7,7 +7,6 @@ they read. Otherwise each operation is a kernel of its own. The count does not l
 the workspaces of kernels. It has the CPU's operations; a GPU's eager RMSNorm is one operation and keeps less.
 """
 
-import dataclasses
 import operator
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -28,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from flux_ref import flow, ranks, sharding
 from flux_ref.config import Config
-from flux_ref.dataloader import Batch, fields
+from flux_ref.dataloader import Batch, allocate
 from flux_ref.model import Flux
 from flux_ref.precision import fp8, linear, policy
 from flux_ref.precision.fp8 import Codes, DelayedScaling, Scales
@@ -81,7 +80,10 @@ class Footprint(NamedTuple):
     backward: Pass
 
 
-def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
+Footprints = dict[str, Footprint]  # by the kind of a unit
+
+
+def trace(cfg: Config, arch: str, rows: int) -> Footprints:
     """{"double 1": footprint of a region of one double block, ..., ROOT: of the embedders, the head and the loss}.
 
     It has every kind and length of region in the config, for micro-batches of so many rows. arch: the kind of device,
@@ -89,20 +91,20 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
     """
     model = cfg.model
     dtype = DTYPES[cfg.compute.dtype]
-    tokens = {"double": (model.image_tokens, model.text_tokens), "single": (model.text_tokens + model.image_tokens,)}
-    footprints = {}
+    text = model.text_tokens
+    image = model.image_tokens
+    footprints: Footprints = {}
     # The tensors claim to be on a CPU, which would decode FP8. The traced device has a kernel for it.
     with FakeTensorMode(), patch.object(fp8, "has_kernel", lambda device: True):
-        for kind, lengths in flops_and_bytes.region_lengths(cfg).items():
-            for length in set(lengths):
-                net = _net(cfg, arch, length)
-                region = sharding.Region([*getattr(net, f"{kind}_blocks")], cfg.compute.activation_checkpointing)
-                sizes = [*((rows, n, model.hidden) for n in tokens[kind]), (rows, model.hidden)]  # streams and vec
+        net = _net(cfg, arch)
+        for kind, module in flops_and_bytes.split(net, cfg):
+            if kind == ROOT:  # it and the loss are never compiled
+                footprints[ROOT] = _footprint(Ends(net, dtype), (allocate(model, rows),), cfg, compiled=False)
+            elif kind not in footprints:
+                streams = [(rows, n, model.hidden) for n in ([image, text] if "double" in kind else [text + image])]
+                sizes = [*streams, (rows, model.hidden)]  # vec, too
                 inputs = [torch.zeros(size, dtype=dtype, requires_grad=True) for size in sizes]
-                footprints[f"{kind} {length}"] = _footprint(region, (*inputs, net.rope), cfg, cfg.compute.compile)
-        batch = {name: torch.zeros((rows, *shape), dtype=kind) for name, (shape, kind) in fields(model).items()}
-        ends = Ends(_net(cfg, arch, 0), dtype)  # without blocks; it and the loss are never compiled
-        footprints[ROOT] = _footprint(ends, (batch,), cfg, compiled=False)
+                footprints[kind] = _footprint(module, (*inputs, net.rope), cfg, cfg.compute.compile)
     return footprints
 
 
@@ -117,14 +119,12 @@ def node_layout(cfg: Config, gpus: int, node: int) -> FsdpLayout:
     return flops_and_bytes.fsdp_layout(cfg, gpus, replicas)
 
 
-def _net(cfg: Config, arch: str, length: int) -> Flux:
-    """A net in the compute dtype with so many blocks of each kind."""
+def _net(cfg: Config, arch: str) -> Flux:
+    """A net in the compute dtype."""
     before = torch.get_default_dtype()
-    model = dataclasses.replace(cfg.model, double_blocks=length, single_blocks=length)
-    cfg = dataclasses.replace(cfg, model=model)
     torch.set_default_dtype(DTYPES[cfg.compute.dtype])  # fake tensors cannot be cast in place
     try:
-        net = Flux(model)
+        net = Flux(cfg.model)
     finally:
         torch.set_default_dtype(before)
     linear.convert(net, cfg, arch)

@@ -15,10 +15,9 @@ from typing import get_type_hints
 from flux_ref import files
 from flux_ref.cli import Refusal
 from flux_ref.config import Config
-from flux_ref.sharding import freed_regions
-from tools.flops_and_bytes import ITEM_BYTES, FsdpLayout, Unit
+from tools.flops_and_bytes import FsdpLayout, Unit
 from tools.plan.memory import checkpoint_bytes
-from tools.plan.region_costs import Footprint, Pass
+from tools.plan.region_costs import Footprint, Footprints, Pass
 
 MICRO = 1e-6
 TABLE = Path(__file__).with_name("hardware.toml")
@@ -146,8 +145,8 @@ def update(cfg: Config, layout: FsdpLayout, machine: Machine) -> float:
     return machine.moving(per_weight * layout.sharded(*layout.units)) + 2 * machine.ring(0, machine.gpus, tree=True)
 
 
-def times(cfg: Config, layout: FsdpLayout, footprints: dict[str, Footprint], machine: Machine, rows: int) -> Times:
-    """One optimizer step with micro-batches of so many rows.
+def times(cfg: Config, layout: FsdpLayout, footprints: Footprints, machine: Machine) -> Times:
+    """One optimizer step.
 
     Forward waits for two gathers, of the root and the first region. Micro-batches after the first gather again only
     what is freed. Behind backward the gradients of the root and the first region are still reduced. The last
@@ -156,8 +155,7 @@ def times(cfg: Config, layout: FsdpLayout, footprints: dict[str, Footprint], mac
     units = layout.units
     first = units[0]
     root = units[-1]
-    item = ITEM_BYTES[cfg.compute.dtype]
-    reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
+    reduced = layout.reduced
 
     def gather(*units: Unit) -> float:
         return sum(machine.ring(unit.gathered, layout.shards) for unit in units)
@@ -169,7 +167,7 @@ def times(cfg: Config, layout: FsdpLayout, footprints: dict[str, Footprint], mac
         sizes = (reduced * layout.sharded(unit) for unit in units)
         return 2 * sum(machine.ring(size, layout.replicas, layout.shards, tree=True) for size in sizes)
 
-    again = units[: freed_regions(cfg.parallel, len(units) - 1)]  # gathered a second time, for backward, and so on
+    again = units[: layout.freed]  # gathered a second time, for backward, and so on
     evaluated = sum(machine.seconds(footprints[unit.kind].forward) for unit in units)
     # FSDP2 copies gathered weights to where layers find them, and gradients to where they are reduced.
     first_forward = evaluated + sum(machine.moving(2 * unit.gathered) for unit in units)
@@ -177,14 +175,14 @@ def times(cfg: Config, layout: FsdpLayout, footprints: dict[str, Footprint], mac
 
     backwards = []
     for i, unit in enumerate(units):
-        copied = (item + reduced) * unit.padded + 2 * unit.gathered * (i < len(again))
+        copied = (layout.item + reduced) * unit.padded + 2 * unit.gathered * (i < layout.freed)
         backwards.append(machine.seconds(footprints[unit.kind].backward) + machine.moving(copied))
     backward = sum(backwards)
 
     optimizer = update(cfg, layout, machine)
-    micros = ceil(cfg.train.global_batch / (machine.gpus * rows))
+    later = layout.micros - 1  # micro-batches
     forwards = max(gather(root, first) + first_forward, gather(*units))
-    forwards += (micros - 1) * max(gather(*again[:1]) + later_forward, gather(*again))
+    forwards += later * max(gather(*again[:1]) + later_forward, gather(*again))
     one_backward = max(backward + scatter(first, root), gather(*again) + scatter(*units))
     summed = 0.0
     done = backwards[-1]
@@ -193,24 +191,22 @@ def times(cfg: Config, layout: FsdpLayout, footprints: dict[str, Footprint], mac
         summed = max(summed, done + scatter(unit)) + sum_replicas(unit)
     last_backward = max(one_backward, summed + sum_replicas(root), backward + scatter(first, root) + sum_replicas(root))
     return Times(
-        step=forwards + (micros - 1) * one_backward + last_backward + optimizer,
-        compute=first_forward + (micros - 1) * later_forward + micros * backward + optimizer,
+        step=forwards + later * one_backward + last_backward + optimizer,
+        compute=first_forward + later * later_forward + layout.micros * backward + optimizer,
         optimizer=optimizer,
-        all_gather=gather(*units, *again) + (micros - 1) * 2 * gather(*again),
-        reduce_scatter=micros * scatter(*units),
+        all_gather=gather(*units, *again) + later * 2 * gather(*again),
+        reduce_scatter=layout.micros * scatter(*units),
         all_reduce=sum_replicas(*units),
-        validation=max(evaluated * cfg.eval.batch / rows, gather(*again)),
+        validation=max(evaluated * cfg.eval.batch / layout.rows, gather(*again)),
     )
 
 
-def parts(
-    cfg: Config, layout: FsdpLayout, footprints: dict[str, Footprint], machine: Machine, rows: int
-) -> dict[str, float]:
+def parts(cfg: Config, layout: FsdpLayout, footprints: Footprints, machine: Machine) -> dict[str, float]:
     """Seconds of a step by what is done in them. Links work while the card computes."""
     idle = {kind: Footprint(*(work._replace(moved=0.0) for work in both)) for kind, both in footprints.items()}
     without = Footprint(*2 * [Pass(0.0, 0.0, 0.0, ())])
     whole, products, copies = (
-        times(cfg, layout, each, machine, rows) for each in (footprints, idle, dict.fromkeys(footprints, without))
+        times(cfg, layout, each, machine) for each in (footprints, idle, dict.fromkeys(footprints, without))
     )
     return {
         "products": products.compute - copies.compute,

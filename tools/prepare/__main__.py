@@ -19,7 +19,9 @@ def make_shapes(args: argparse.Namespace) -> int:
     cfg = config_file.load(args.config)
     common.require_new(args.out)
     toy.make_once(args.out, lambda: toy.make_shapes(args.out, cfg))
-    print(f"{args.out}: {cfg.data.train_samples} training and {cfg.data.val_samples} validation samples")
+    print(
+        f"{args.out}: {cfg.data.expected_train_samples} training and {cfg.data.expected_val_samples} validation samples"
+    )
     return 0
 
 

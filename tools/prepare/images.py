@@ -214,10 +214,10 @@ def run(args: argparse.Namespace) -> int:
             listed = []
             if world.rank == 0:
                 common.require_new(args.output)
-                listed = captioned.find(args.input)
+                listed = captioned.list_files(args.input)
         listed = ranks.gather_objects(listed)[0]
         with ranks.agreed():
-            parts = captioned.parts_of(args.input, listed, args.caption_column, PER_PART)
+            parts = captioned.split_into_parts(args.input, listed, args.caption_column, PER_PART)
             _require_enough(args, parts)
             nets = Encoders(args.model, model, world.device, DTYPES[args.dtype])
         folder = common.partial_of(args.output)

@@ -25,7 +25,7 @@ from tools.prepare import common
 SHOWN = 20  # problems
 THREADS = min(8, os.cpu_count() or 1)
 # Far beyond real data, yet random bf16 are sure to leave these ranges. T5's outputs lie in -7 .. 3 (black-forest-labs/
-# flux issue 472), CLIP's in the tens; a latent's standard deviation is 1 / latents.SCALE = 2.8. Diffusers clamps logvar
+# flux issue 472), CLIP's in the tens; a latent's standard deviation is 1 / flow.SCALE = 2.8. Diffusers clamps logvar
 # to -30 .. 20, BFL's autoencoder does not.
 PLAUSIBLE = {
     "t5": (-1e3, 1e3),
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal; OSError; KeyboardInterrupt."""
     cfg = common.config(args.config)
     layout = dataset.sample_layout(cfg.model)
-    wanted = {"train": cfg.data.train_samples, "val": cfg.data.val_samples}
+    wanted = {"train": cfg.data.expected_train_samples, "val": cfg.data.expected_val_samples}
     folders = {name: args.dir / name for name in wanted if (args.dir / name).is_dir()}
     if not folders:
         split = "val" if args.dir.resolve().name == "val" else "train"

@@ -12,6 +12,7 @@ from typing import Any
 from flux_ref import mlperf_closed
 from flux_ref.cli import printable
 from flux_ref.mlperf_log import RESUMED
+from tools.json_option import table
 from tools.report import official, result_log
 from tools.report.official import Convergence
 from tools.report.result_log import ResultLog, number
@@ -206,9 +207,3 @@ def overview(system: System) -> tuple[str, ...]:
         text(system.score_minutes, ",.2f"),
         text(system.samples_per_s),
     )
-
-
-def table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> list[str]:
-    """Lines of a table. The first column is a name."""
-    widths = [max(map(len, column)) for column in zip(head, *rows)]
-    return ["  ".join([name.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]) for name, *rest in (head, *rows)]
