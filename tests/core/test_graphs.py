@@ -56,8 +56,7 @@ def make(world):
 
 
 def small(**values):
-    own = {"model__double_blocks": 1, "model__single_blocks": 2, "train__global_batch": 2, "eval__batch": 2}
-    return micro_config(**(own | values))
+    return micro_config(**({"train__global_batch": 2, "eval__batch": 2} | values))
 
 
 def train(folder, data, *overrides):

@@ -61,7 +61,7 @@ def test_initial_weights_are_bit_identical_at_every_world_size_and_each_rank_kee
     whole = measured[1]["initial"]["whole"]
     table = parameter_table(micro_config().model)
     assert {name: tuple(tensor.shape) for name, tensor in whole.items()} == table
-    first, second = (whole[f"double_blocks.{block}.img_attn.qkv.weight"] for block in (0, 1))
+    first, second = (whole[f"single_blocks.{block}.linear1.weight"] for block in (0, 1))
     assert first.std() > 0.1 and not torch.equal(first, second)
     found = measured[size]
     require_identical(found["initial"]["whole"], whole)

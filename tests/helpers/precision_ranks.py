@@ -21,7 +21,6 @@ from flux_ref.trainer import Health, TrainState, train_step, validation_step
 STEPS, ROWS = 4, 12  # samples per step over all ranks
 FACTS = {"run": "a run", "train_samples": 50, "val_samples": 45}
 SIZES = {"model__hidden": 48, "model__rope_axes": (8, 4, 4), "model__text_tokens": 16, "model__latent_width": 16}
-SIZES |= {"model__double_blocks": 1, "model__single_blocks": 2}
 
 # Of a run by train.py in such sizes: 3 steps, whose pictures are drawn from weights that stay gathered.
 FP8_RUN = [

@@ -53,6 +53,18 @@ def traced_once():
         yield
 
 
+def alike(one):
+    """Footprints of a net whose regions and ends all take the same passes."""
+    return dict.fromkeys(("double 1", "single 1", "ends"), Footprint(one, one))
+
+
+@pytest.fixture
+def untraced(monkeypatch):
+    """What is said of a plan does not depend on what its regions take, so nothing is traced."""
+    small = Pass(1e6, 2e6, 1e7, (Product(1e9, 1e6, False),), kernels=100)
+    monkeypatch.setattr(region_costs, "trace", lambda *_: alike(small))
+
+
 # Shards
 
 
@@ -226,7 +238,7 @@ def paced(kept, gpu=GPU, **values):
     cfg = wide(train__global_batch=8, parallel__kept_regions=kept, **values)
     machine = Machine(gpu, replace(ASSUMED, hop_us=0.0), 8)
     second = Pass(0, 0, ASSUMED.memory_share * gpu.memory_tb_s * 1e12, ())
-    footprints = dict.fromkeys(("double 1", "single 1", "ends"), Footprint(second, second))
+    footprints = alike(second)
     layout = region_costs.node_layout(cfg, 8, 8)
     return step_time.times(cfg, layout, footprints, machine), len(layout.units)
 
@@ -285,7 +297,7 @@ def test_every_gpu_of_the_table_loads_and_names_its_source():
     assert step_time.TABLE.read_text().count("https://") >= len(blocks)
 
 
-def test_without_graphs_a_step_takes_at_least_the_time_of_the_host():
+def test_without_graphs_a_step_takes_at_least_the_time_of_the_host(untraced):
     """A micro model's kernels are so short that the host decides. Three micro-batches take it three times."""
     machine = Machine(GPU, ASSUMED, 4)
     few = {"train__micro_batch": 1, "compute__cuda_graphs": "off"}
@@ -304,7 +316,7 @@ def test_without_graphs_a_step_takes_at_least_the_time_of_the_host():
 ARGS = [str(MICRO), "--train.global_batch=4", "--gpus", "4", "--gpu", "h200"]
 
 
-def test_the_command_prints_the_plan(capsys):
+def test_the_command_prints_the_plan(untraced, capsys):
     assert commands.main([*ARGS, "--eval.batch=4", "--price-per-gpu-hour=2"]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
@@ -324,7 +336,7 @@ def test_the_command_prints_the_plan(capsys):
         assert words in text, words
 
 
-def test_what_does_not_fit_has_no_time(capsys, monkeypatch):
+def test_what_does_not_fit_has_no_time(untraced, capsys, monkeypatch):
     monkeypatch.setattr(step_time, "load", lambda *_: (replace(GPU, memory_gb=1), ASSUMED))
     assert commands.main([*ARGS, "--parallel.kept_regions=-1"]) == 1
     shown = capsys.readouterr().out
@@ -355,12 +367,9 @@ def test_what_pages_give_8_gpus_of_80_gb_fits_them():
     assert "no benchmark result: train.caption_drop=0.5" in plan.warnings(replace(found, cfg=dropping))[0]
 
 
-def test_an_average_of_the_weights_costs_4_bytes_per_parameter():
+def test_an_average_of_the_weights_costs_4_bytes_per_parameter(untraced):
     """The optimizer also moves it in each step: reads and writes it, and reads the weight once more."""
-    machine = Machine(replace(GPU, arch="cpu"), ASSUMED, 1)
-    without, with_average = (
-        plan.make(wide(optim__ema_half_life=ema, train__global_batch=1), machine) for ema in (0, 600)
-    )
+    without, with_average = (plan.make(wide(optim__ema_half_life=ema), Machine(GPU, ASSUMED, 1)) for ema in (0, 600))
     parameters = without.layout.parameters
     assert with_average.total - without.total == pytest.approx(4 * parameters * (1 + ASSUMED.margin))
     assert with_average.times.optimizer / without.times.optimizer == pytest.approx(52 / 40)
