@@ -11,14 +11,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from flux_ref import checkpoint, cli, config, config_file, ranks, toy
+from flux_ref import checkpoint, cli, config_file, ranks, toy
 from flux_ref.checkpoint import Checkpoint
 from flux_ref.cli import Refusal
 from flux_ref.dataloader import TrainSet, ValSet
@@ -44,7 +43,7 @@ PYTHONPATH = os.pathsep.join(
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
+def shared(tmp_path_factory):
     """shared(name, fill): a folder that `fill` fills once for all worker processes of pytest. Tests must not change it.
 
     `fill` is given the folder's path and makes the folder.
@@ -52,7 +51,7 @@ def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
-    def folder(name: str, fill: Callable[[Path], object]) -> Path:
+    def folder(name, fill):
         path, filled = base / name, base / f"{name}.filled"
         with (base / f"{name}.lock").open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
@@ -66,7 +65,7 @@ def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
 
 
 @pytest.fixture(scope="session")
-def shapes_dir(shared) -> Path:
+def shapes_dir(shared):
     """A folder of train/, val/ and empty_encodings/ for the micro model."""
     cfg = config_file.load(MICRO)
     return shared("shapes", lambda path: toy.make_shapes(path, cfg))
@@ -81,7 +80,7 @@ def measured(shared, shapes_dir):
 
 
 @pytest.fixture(scope="module")
-def nets(tmp_path_factory) -> Iterator[Path]:
+def nets(tmp_path_factory):
     """A small FLUX.1-schnell for the micro model; tests must not change it. Meanwhile an autoencoder is as small."""
     import small_encoders
 
@@ -90,23 +89,23 @@ def nets(tmp_path_factory) -> Iterator[Path]:
         yield small_encoders.save_repository(tmp_path_factory.mktemp("nets"))
 
 
-def data_overrides(folder: Path) -> list[str]:
+def data_overrides(folder):
     """Command-line overrides that point a config at a data set."""
     return [f"--data.train={folder}/train", f"--data.val={folder}/val"]
 
 
-def micro_config(data: Path | None = None, **values: object) -> config.Config:
+def micro_config(data=None, **values):
     """The micro config, pointing at a data set, with values such as model__hidden=12."""
     return config_file.replace(config_file.load(MICRO, data_overrides(data) if data else []), **values)
 
 
 @pytest.fixture(scope="session")
-def micro(shapes_dir) -> config.Config:
+def micro(shapes_dir):
     """The micro config, pointing at its data set."""
     return micro_config(shapes_dir)
 
 
-def open_sets(cfg: config.Config, world: ranks.World) -> tuple[TrainSet, ValSet]:
+def open_sets(cfg, world):
     """Both data sets of a config."""
     sets = TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)
     for data_set in sets:
@@ -114,7 +113,7 @@ def open_sets(cfg: config.Config, world: ranks.World) -> tuple[TrainSet, ValSet]
     return sets
 
 
-def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: float = 120, **env: str):
+def script(name, *args, ranks=1, cwd=ROOT, timeout=120, **env):
     """Run train.py or eval.py with torchrun (ranks=0: plain python), or a program of tests/ by fork_ranks.py.
 
     Returns the finished process. With torchrun the exit code is torchrun's own; `rank_exit_code` finds the script's.
@@ -142,19 +141,19 @@ def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: flo
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def trained(run: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
+def trained(run, prefix="model."):
     """The tensors of a run's newest checkpoint, by name."""
     saved = Checkpoint(checkpoint.list_checkpoints(run)[-1])
     return {key.removeprefix(prefix): saved.read(key) for key in saved.shapes if key.startswith(prefix)}
 
 
-def require_identical(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+def require_identical(found, want):
     """The same names with the same bits."""
     assert found.keys() == want.keys()
     assert [name for name in want if not torch.equal(found[name], want[name])] == []
 
 
-def refusal(call: Callable, *args: object, kind: type[Exception] = Refusal) -> str:
+def refusal(call, *args, kind=Refusal):
     """The one line with which a call is refused."""
     with pytest.raises(kind) as caught:
         call(*args)
@@ -162,26 +161,26 @@ def refusal(call: Callable, *args: object, kind: type[Exception] = Refusal) -> s
     return str(caught.value)
 
 
-def rank_exit_code(process: subprocess.CompletedProcess) -> int:
+def rank_exit_code(process):
     """The exit code of the first rank that failed, from torchrun's summary."""
     summary = process.stderr.rpartition("Root Cause")[2]
     return int(re.search(r"exitcode\s*:\s*(-?\d+)", summary).group(1))
 
 
-def micro_run(data: Path, run: Path, *overrides: object) -> list[str]:
+def micro_run(data, run, *overrides):
     """The arguments of train.py for a run of the micro model."""
     return [str(MICRO), *data_overrides(data), f"--run.dir={run}", *map(str, overrides)]
 
 
 @contextlib.contextmanager
-def own_settings() -> Iterator[None]:
+def own_settings():
     """What a process sets for itself, such as the folder of its compiler, ends with this block."""
     with mock.patch.dict(os.environ), mock.patch.object(tempfile, "tempdir", tempfile.tempdir):
         yield
     torch.compiler.set_stance("default")
 
 
-def called(name: str, *argv: object) -> int:
+def called(name, *argv):
     """The exit code of train.py or eval.py, run inside this process to save the start of torch."""
     main = importlib.import_module(name.removesuffix(".py")).main
     with own_settings():
@@ -190,7 +189,7 @@ def called(name: str, *argv: object) -> int:
     return code
 
 
-def the_line(stderr: str, name: str = "train.py") -> str:
+def the_line(stderr, name="train.py"):
     """The one line that says what is wrong; a progress bar may stand before it."""
     complaints = re.findall(rf"{re.escape(name)}: ([^\r\n]*)", stderr)
     assert len(complaints) == 1, stderr
@@ -199,10 +198,10 @@ def the_line(stderr: str, name: str = "train.py") -> str:
 
 
 @pytest.fixture
-def attempt(capsys) -> Callable:
+def attempt(capsys):
     """attempt(*argv, name="train.py") runs a script here, on one rank; returns (exit code, stdout, its complaint)."""
 
-    def run(*argv: object, name: str = "train.py") -> tuple[int, str, str]:
+    def run(*argv, name="train.py"):
         capsys.readouterr()
         code = called(name, *argv)
         out, err = capsys.readouterr()

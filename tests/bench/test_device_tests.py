@@ -106,7 +106,7 @@ def test_variants_run_until_each_has_a_result(tmp_path):
     (out / "eager.ends").touch()
     environment = os.environ | {"OUT": str(out), "PYTHON": str(stub)}
 
-    def call(*words: str) -> tuple[str, list[str]]:
+    def call(*words):
         (out / "ran").write_text("")
         done = subprocess.run([ROOT / "bench/gpu.sh", *words], env=environment, capture_output=True, text=True)
         assert done.returncode == 0 and done.stderr == "", done.stderr

@@ -1,10 +1,9 @@
 """Which kernel computes attention on which device."""
 
 import torch
-from conftest import MICRO
 
-from flux_ref import config, config_file, sharding
-from flux_ref.sharding import KERNELS, allow_attention, attention_kernel
+from flux_ref import config, config_file
+from flux_ref.sharding import attention_kernel
 
 BASE = {"hip": None, "cuda": "13.0", "capability": (9, 0), "cudnn": 91600, "deterministic": False}
 
@@ -36,20 +35,3 @@ def test_the_kernel_suits_device_dtype_and_sizes(monkeypatch):
         cfg = config_file.replace(config.Config(), **({"compute__dtype": "bf16"} | values))
         assert attention_kernel(cfg, torch.device("cuda", 0)) == kernel, (seen, values)
         assert attention_kernel(cfg, torch.device("cpu")) == "chosen by torch"
-
-
-def allowed() -> list[bool]:
-    """Whether torch may use each kernel, in the order of KERNELS."""
-    cuda = torch.backends.cuda
-    states = (cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled)
-    return [state() for state in states]
-
-
-def test_a_net_on_the_cpu_may_use_every_kernel_again(world):
-    """A net on a GPU in the same process may have allowed a kernel only that the CPU lacks."""
-    for number, kernel in enumerate(KERNELS):
-        cfg = config_file.replace(config.Config(), compute__attention=kernel)
-        allow_attention(cfg, torch.device("cuda", 0))
-        assert allowed() == [i == number for i in range(4)]
-    sharding.build(config_file.load(MICRO), world, seed=1)
-    assert all(allowed())

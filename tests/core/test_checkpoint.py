@@ -6,7 +6,6 @@ import random
 import re
 import shutil
 import threading
-from collections.abc import Callable
 from math import ceil, prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +32,7 @@ SEVERAL, SIZES = (3, HSDP), (1, 3, HSDP)
 # The format
 
 
-def read_all(saved: Path, name: str) -> None:
+def read_all(saved, name):
     """Open a checkpoint, and read what is in one of its files."""
     found = Checkpoint(saved)
     for key in found.files[name][1] if name in found.files else ():
@@ -123,7 +122,7 @@ def test_training_goes_on_as_soon_as_save_returns_and_the_next_save_waits(world,
     state = checkpoint_ranks.lively_state(cfg, world)
     gate, write, running, said = threading.Event(), Saver._write, [], []
 
-    def slow(own: Saver, *rest: object) -> None:
+    def slow(own, *rest):
         assert not running, "two at once"
         running.append(own)
         assert gate.wait(30)
@@ -188,19 +187,19 @@ def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers):
 SIZE = 12 * sum(prod(shape) for shape in parameter_table(micro_config().model).values())  # of a checkpoint, in bytes
 
 
-def put_room(patch: pytest.MonkeyPatch, free: Callable[[Path], float], total: int = 1) -> None:
+def put_room(patch, free, total=1):
     """From here on a disk has so many free bytes, by the folder that asks."""
     patch.setattr(checkpoint.shutil, "disk_usage", lambda folder: SimpleNamespace(total=total, free=free(folder)))
 
 
 @pytest.fixture
-def trains(shapes_dir, attempt) -> Callable:
+def trains(shapes_dir, attempt):
     """trains(run, *overrides) trains here; returns the exit code, stdout, and the line of what went wrong."""
     return lambda run, *overrides: attempt(*micro_run(shapes_dir, run, "--data.val=", *overrides))
 
 
 def test_a_fault_does_not_cost_the_checkpoint_that_is_being_saved(trains, tmp_path, monkeypatch):
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise Fault("broken")
 
     write = checkpoint.write_rank

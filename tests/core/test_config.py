@@ -19,7 +19,7 @@ AWKWARD = ['say "hi"', "back\\slash \\n", "tab\tline\nfeed", "übergroß 日本 
 AWKWARD.append("".join(map(chr, (*range(1, 0xD800), *range(0xE000, 0x110000)))))  # every character but NUL
 
 
-def reply(tmp_path: Path, toml: str, *overrides: str) -> str:
+def reply(tmp_path, toml, *overrides):
     """The line with which a config is refused; empty if it is taken."""
     try:
         loaded(tmp_path, toml, *overrides)
@@ -28,13 +28,13 @@ def reply(tmp_path: Path, toml: str, *overrides: str) -> str:
     return ""
 
 
-def loaded(tmp_path: Path, toml: str, *overrides: str) -> Config:
+def loaded(tmp_path, toml, *overrides):
     path = tmp_path / "some.toml"
     path.write_text(toml, encoding="utf-8")
     return config_file.load(path, overrides)
 
 
-def both_ways(tmp_path: Path, key: str, value: object) -> list[str]:
+def both_ways(tmp_path, key, value):
     """The replies to a value in the file and on the command line."""
     return [reply(tmp_path, f"{key} = {value}"), reply(tmp_path, "", f"--{key}={value}")]
 

@@ -3,9 +3,6 @@
 import itertools
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,15 +12,13 @@ import torch
 from conftest import refusal
 
 from flux_ref import config_file, dataset, rng
-from flux_ref.config import Config
-from flux_ref.dataloader import PADDING, HostBatch, SampleSet, TrainSet, ValSet, allocate, copy_next, read_ahead
+from flux_ref.dataloader import PADDING, HostBatch, TrainSet, ValSet, allocate, copy_next, read_ahead
 
-Rows = dict[str, torch.Tensor]
 COUNT, BATCH = 50, 12  # an epoch ends inside the fifth batch
 TIMESTEPS = [(5 * i + i // 8) % 8 for i in range(45)]  # of validation, not by position
 
 
-def write_set(cfg: Config, folder: Path, train: int, val: list[int]) -> Config:
+def write_set(cfg, folder, train, val):
     """Samples whose every value is their index (bf16 holds 0 to 256 exactly); their captions are 300 and 400.
 
     Returns the config with its data there.
@@ -43,11 +38,11 @@ def write_set(cfg: Config, folder: Path, train: int, val: list[int]) -> Config:
 
 
 @pytest.fixture(scope="module")
-def cfg(micro, tmp_path_factory) -> Config:
+def cfg(micro, tmp_path_factory):
     return write_set(micro, tmp_path_factory.mktemp("numbered"), COUNT, TIMESTEPS)
 
 
-def rows_of(kind: type[SampleSet], cfg: Config, start: int, size: int = 1, batches: int | None = None) -> list[Rows]:
+def rows_of(kind, cfg, start, size=1, batches=None):
     """The next batches of each rank, one after the other."""
     ranks = []
     for rank in range(size):
@@ -60,13 +55,13 @@ def rows_of(kind: type[SampleSet], cfg: Config, start: int, size: int = 1, batch
     return ranks
 
 
-def train_rows(cfg: Config, batches: int, samples: int = 0, size: int = 1) -> Rows:
+def train_rows(cfg, batches, samples=0, size=1):
     """The rows of some steps in global order."""
     ranks = rows_of(TrainSet, cfg, samples, size, batches)
     return {name: torch.cat([rank[name] for rank in ranks], dim=1).flatten(0, 1) for name in ranks[0]}
 
 
-def val_rows(cfg: Config, noise_epoch: int = 0, size: int = 1) -> Rows:
+def val_rows(cfg, noise_epoch=0, size=1):
     """The rows of one evaluation that count, in the order of the samples."""
     ranks = rows_of(ValSet, cfg, noise_epoch, size)
     rows = {name: torch.cat([rank[name].flatten(0, 1) for rank in ranks]) for name in ranks[0]}
@@ -74,14 +69,14 @@ def val_rows(cfg: Config, noise_epoch: int = 0, size: int = 1) -> Rows:
     return {name: tensor[order] for name, tensor in rows.items()}
 
 
-def numbers(rows: Rows, name: str = "mean") -> torch.Tensor:
+def numbers(rows, name="mean"):
     """Which sample each row holds, told by its content."""
     values = rows[name].flatten(1)
     assert (values == values[:, :1]).all(), f"a row's {name} is of several samples"
     return values[:, 0].long()
 
 
-def different(found: Rows, want: Rows) -> set[str]:
+def different(found, want):
     return {name for name in want if not torch.equal(found[name], want[name])}
 
 
@@ -189,13 +184,13 @@ def test_sets_of_another_number_and_validation_that_lacks_a_timestep_are_refused
 class Source:
     """A plan and a fill that count what they are asked for. broken: the item that cannot be read."""
 
-    def __init__(self, micro: Config, buffers: int = 3, broken: int = -1, seconds: float = 0.0):
+    def __init__(self, micro, buffers=3, broken=-1, seconds=0.0):
         self.broken = broken
         self.seconds = seconds  # that each row takes
         self.filled = 0
         self.buffers = [HostBatch(micro.model, BATCH, False) for _ in range(buffers)]
 
-    def feed(self) -> Iterator[HostBatch]:
+    def feed(self):
         plan = (range(step * BATCH, (step + 1) * BATCH) for step in itertools.count())
         return read_ahead(plan, self.fill, self.buffers, workers=3)
 
@@ -219,12 +214,15 @@ def test_all_buffers_but_the_one_in_use_are_filled_ahead_in_order(micro):
     assert len(used) == 3
 
 
-def test_a_single_buffer_is_filled_by_the_callers_thread(micro, monkeypatch):
+def test_a_single_buffer_is_filled_by_the_callers_thread_once_its_copy_has_ended(micro, monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("a thread was started"))
     source = Source(micro, buffers=1)
+    ended = []
     for step, batch in zip(range(3), source.feed()):
         assert source.filled == (step + 1) * BATCH
         assert batch.tensors["t"].tolist() == list(range(step * BATCH, (step + 1) * BATCH))
+        batch.wait_for_copy = lambda: ended.append(source.filled)
+    assert ended == [*range(BATCH, 3 * BATCH)], "before each row of its next batch"
 
 
 def test_an_error_of_a_thread_is_raised_at_its_batch_and_a_closed_feed_leaves_no_thread(micro):
@@ -238,15 +236,6 @@ def test_an_error_of_a_thread_is_raised_at_its_batch_and_a_closed_feed_leaves_no
     feed.close()
     time.sleep(0.3)
     assert set(threading.enumerate()) <= before
-
-
-def test_a_buffer_is_filled_only_once_its_copy_has_ended(micro):
-    ended = threading.Event()
-    with closing(Source(micro, buffers=1).feed()) as feed:
-        next(feed).wait_for_copy = ended.wait
-        threading.Timer(0.1, ended.set).start()
-        begin = time.perf_counter()
-        assert next(feed).tensors["t"][0] == BATCH and time.perf_counter() - begin > 0.09
 
 
 def test_closing_a_feed_does_not_wait_for_its_threads(micro):

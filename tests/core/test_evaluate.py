@@ -7,17 +7,17 @@ import torch
 from lively_nets import lively_net, plain_net
 from shard_damage import opened
 
-from flux_ref import dataset, flow, rng, schedule, sharding
+from flux_ref import dataset, flow, rng, schedule
 from flux_ref.cli import Fault
-from flux_ref.dataloader import PADDING, ValSet, synthetic
+from flux_ref.dataloader import ValSet
 from flux_ref.evaluate import summarise, validation_loss
-from flux_ref.trainer import Validator, validation_step
+from flux_ref.trainer import Validator
 
 SIZES = (1, 3, pytest.param(4, marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="module")
-def plain(shapes_dir) -> list[list[float]]:
+def plain(shapes_dir):
     """The losses of the samples of each timestep, one sample at a time."""
     cfg = rank_runs.clipped_config(shapes_dir)
     net = plain_net(cfg)
@@ -55,18 +55,6 @@ def test_fresh_noise_differs_between_evaluations_and_fixed_noise_does_not(world,
         losses[noise] = [validation_loss(steps, val_set, samples).val_loss for samples in (36, 72, 36)]
     assert losses["fresh"][0] == losses["fresh"][2] != losses["fresh"][1]
     assert len(set(losses["fixed"])) == 1
-
-
-def test_rows_of_padding_add_nothing(world, micro):
-    net = lively_net(micro, world)
-    batch = synthetic(micro.model, 4)
-    batch["timestep"][:] = torch.tensor([3, PADDING, PADDING, 5])
-    sums, want = (torch.zeros(2, schedule.TIMESTEPS, dtype=torch.float64) for _ in range(2))
-    validation_step(net, batch, sums, micro)
-    validation_step(net, {name: tensor[[0, 3]] for name, tensor in batch.items()}, want, micro)
-    sharding.reshard(net)
-    assert sums[0].tolist() == [0, 0, 0, 1, 0, 1, 0, 0]
-    torch.testing.assert_close(sums, want, rtol=1e-6, atol=0)
 
 
 def test_what_has_no_mean_is_a_fault():

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from flux_ref import flow
 
@@ -11,7 +10,7 @@ SHAPE = (3, 16, 4, 6)  # B, C, Y, X
 
 
 @pytest.fixture
-def batch() -> dict[str, Tensor]:
+def batch():
     """As the loader gives it."""
     rng = np.random.default_rng(0)
     shapes = {name: SHAPE for name in ("mean", "logvar", "latent_eps", "noise")} | {"t5": (3, 9, 28), "clip": (3, 14)}
@@ -20,7 +19,7 @@ def batch() -> dict[str, Tensor]:
     return found | {"t": torch.tensor([0.0, 0.375, 0.9])}
 
 
-def pack_by_loops(image: np.ndarray) -> np.ndarray:
+def pack_by_loops(image):
     """(B, C, Y, X) -> (B, N, P): tokens row by row, features ordered (C, dy, dx)."""
     B, C, Y, X = image.shape
     packed = np.empty((B, Y // 2 * (X // 2), 4 * C), image.dtype)
@@ -30,7 +29,7 @@ def pack_by_loops(image: np.ndarray) -> np.ndarray:
     return packed
 
 
-def reference(batch: dict[str, Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def reference(batch):
     """MLPerf's formulas in float64, as (B, C, Y, X): the latent, the point at t, the target."""
     values = {name: tensor.double().numpy() for name, tensor in batch.items()}
     noise = values["noise"]
@@ -63,20 +62,3 @@ def test_latent_agrees_with_the_reference(batch):
     np.testing.assert_allclose(latent, reference(batch)[0], rtol=1e-6, atol=1e-6)
     unscaled = flow.unscale(flow.sample_latent(mean, batch["logvar"], torch.zeros(SHAPE)))
     torch.testing.assert_close(unscaled, mean, rtol=1e-6, atol=1e-6)
-
-
-def test_pack_orders_tokens_and_features_and_unpack_inverts_it():
-    for shape in ((2, 3, 4, 6), (1, 2, 10, 2)):
-        image = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-        packed = flow.pack(torch.from_numpy(image))
-        np.testing.assert_array_equal(packed, pack_by_loops(image))
-        np.testing.assert_array_equal(flow.unpack(packed, *shape[2:]), image)
-
-
-def test_image_positions_follow_the_packed_tokens():
-    """Each token's position is the row and column of its patch."""
-    rows, columns = np.meshgrid(np.arange(6) // 2, np.arange(10) // 2, indexing="ij")
-    packed = flow.pack(torch.from_numpy(np.stack((0 * rows, rows, columns)))[None])
-    positions = flow.image_positions(6, 10)
-    assert positions.dtype == torch.float64
-    np.testing.assert_array_equal(positions, packed[0, :, ::4])

@@ -6,15 +6,13 @@ What only a device can show is in test_gpu_graph.py.
 import inspect
 import json
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
-import graph_ranks
 import pytest
 import stand_in
 import torch
 from conftest import called, micro_config, micro_run, refusal, require_identical, script
-from graph_ranks import everything, history, require_same_history
+from graph_ranks import everything, require_same_history
 from precision_ranks import FP8_RUN, fp8_config
 from run_files import contents, require_equal_runs
 from stand_in import Log, Recorder
@@ -22,7 +20,6 @@ from torch.torch_version import TorchVersion
 
 from flux_ref import cli, graphs, ranks, sharding, trainer
 from flux_ref.cli import Fault
-from flux_ref.config import Config
 from flux_ref.graphs import CAPTURED, CapturedTrainer, mode
 from flux_ref.precision.linear import PolicyLinear
 from flux_ref.trainer import TrainState
@@ -33,7 +30,7 @@ PROOF = 3  # replays of a training step that prove a capture, in each phase
 
 
 @pytest.fixture
-def log(monkeypatch) -> Log:
+def log(monkeypatch):
     """Steps are captured by stand-ins from here on; tells what happens."""
     log = Log()
     monkeypatch.setattr(stand_in, "LOG", log)
@@ -50,7 +47,7 @@ def log(monkeypatch) -> Log:
 def make(world):
     """Makes the steps of a fresh net, warmed up."""
 
-    def fresh(cfg: Config) -> CapturedTrainer:
+    def fresh(cfg):
         steps = CapturedTrainer(TrainState(sharding.build(cfg, world, 3), cfg, world), cfg, world)
         steps.warm_up()
         return steps
@@ -58,15 +55,11 @@ def make(world):
     return fresh
 
 
-FEW = {"model__double_blocks": 1, "model__single_blocks": 2}
+def small(**values):
+    return micro_config(**({"train__global_batch": 2, "eval__batch": 2} | values))
 
 
-def small(**values: object) -> Config:
-    own = {"train__global_batch": 2, "eval__batch": 2, "train__synthetic_steps": 1}
-    return micro_config(**(FEW | own | values))
-
-
-def train(folder, data, *overrides: str) -> int:
+def train(folder, data, *overrides):
     """The exit code of train.py, run inside this process."""
     return called("train.py", *micro_run(data, folder, "--eval.batch=45", "--train.micro_batch=6", *overrides))
 
@@ -120,10 +113,10 @@ class FailingCapture:
         assert bound.pop("cuda_graph") == "a graph"
         assert bound == {"pool": "a pool", "stream": "a stream", "capture_error_mode": "thread_local"}
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         pass
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
+    def __exit__(self, kind, *_):
         if kind:
             raise RuntimeError("operation failed due to a previous error during capture")
 
@@ -142,7 +135,7 @@ def test_the_recorder_works_on_a_stream_of_its_own_and_tells_why_a_capture_faile
     assert log == ["synchronize", "a new stream", "a stream"]
     assert recorder.capture(log("the work")) == "a graph" and log[-1] == "the work"
 
-    def work(error: Exception) -> None:
+    def work(error):
         raise error
 
     with pytest.raises(Fault, match=r"^a step cannot be captured: no\.item\(\) here; set compute\.cuda_graphs=off$"):
@@ -169,12 +162,12 @@ class Wrong(stand_in.Graph):
         self.kept = {name: shard.clone() for name, shard in self.weights.items()}
         self.batches = {id(t): t for b in (self.steps.train_batch, self.steps.val_batch) for t in b.values()}
         self.copies = {key: tensor.clone() for key, tensor in self.batches.items()}
-        self.left: list[torch.Tensor] = []
+        self.left = []
         self.moments = [(moment, moment.clone()) for kept in self.steps.state.opt.states().values() for moment in kept]
 
 
 @torch.no_grad()
-def swapped(graph: Wrong, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def swapped(graph, pairs):
     """Replay with the contents of other tensors."""
     now = [tensor.clone() for tensor, _ in pairs]
     for tensor, old in pairs:
@@ -185,22 +178,22 @@ def swapped(graph: Wrong, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Non
         tensor.copy_(own)
 
 
-def stale(prefix: str, graph: Wrong) -> None:
+def stale(prefix, graph):
     """It uses weights that were gathered while it was captured."""
     swapped(graph, [(graph.weights[name], graph.kept[name]) for name in graph.weights if name.startswith(prefix)])
 
 
-def another_batch(graph: Wrong) -> None:
+def another_batch(graph):
     """It reads the batch of its capture."""
     swapped(graph, [(graph.batches[key], graph.copies[key]) for key in graph.batches])
 
 
-def left_gradients(graph: Wrong) -> None:
+def left_gradients(graph):
     """It adds to the gradients of the last replay."""
     opt = graph.steps.state.opt
     step = opt.step
 
-    def dirty() -> torch.Tensor:
+    def dirty():
         for parameter, old in zip(opt.parameters, graph.left):
             parameter.grad = parameter.grad + old
         graph.left = [parameter.grad.clone() for parameter in opt.parameters]
@@ -211,18 +204,18 @@ def left_gradients(graph: Wrong) -> None:
     del opt.step
 
 
-def at_rate(rate: float, graph: Wrong) -> None:
+def at_rate(rate, graph):
     """Its learning rate is that of its capture."""
     graph.steps.state.opt.lr.fill_(rate)
     REPLAY(graph)
 
 
-def early_update(graph: Wrong) -> None:
+def early_update(graph):
     """It updates the weights before the new gradients are there."""
     opt = graph.steps.state.opt
     step = opt.step
 
-    def early() -> torch.Tensor:
+    def early():
         grads = [parameter.grad.clone() for parameter in opt.parameters]
         for parameter, old in zip(opt.parameters, graph.left or map(torch.zeros_like, grads)):
             parameter.grad.copy_(old)
@@ -235,7 +228,7 @@ def early_update(graph: Wrong) -> None:
     del opt.step
 
 
-def clipped(graph: Wrong) -> None:
+def clipped(graph):
     """It divides gradients by the factor of its capture."""
     opt = graph.steps.state.opt
     with pytest.MonkeyPatch.context() as patch:
@@ -243,7 +236,7 @@ def clipped(graph: Wrong) -> None:
         REPLAY(graph)
 
 
-def stale_moments(graph: Wrong) -> None:
+def stale_moments(graph):
     """Its update reads the moments of its capture."""
     swapped(graph, [pair for pair in graph.moments if graph.kind == "train"])
 
@@ -280,22 +273,6 @@ def test_whatever_a_graph_keeps_of_its_capture_is_told(log, make, monkeypatch):
 # Replays
 
 
-def require_alike_by_graphs(found: dict, want: dict) -> None:
-    require_same_history(found, want)
-    assert len({tuple(losses) for losses in found["validations"]}) == 4, "an evaluation has used stale weights"
-    assert found["validations"][-1] == found["afterwards"], "eager weights differ from those of the graphs"
-
-
-def test_replays_are_bit_identical_to_eager_steps(log, micro, world):
-    own = {"train__micro_batch": 6, "eval__batch": 24, "optim__ema_half_life": 60}
-    found, want = (
-        history(micro_config(Path(micro.data.train).parent, compute__cuda_graphs=enabled, **own), world)
-        for enabled in ("auto", "off")
-    )
-    require_alike_by_graphs(found, want)
-    assert log.count("replay train") == PROOF + graph_ranks.STEPS
-
-
 @pytest.mark.slow
 def test_replays_are_bit_identical_to_eager_steps_at_two_ranks(shapes_dir, tmp_path):
     process = script(
@@ -303,8 +280,11 @@ def test_replays_are_bit_identical_to_eager_steps_at_two_ranks(shapes_dir, tmp_p
     )
     assert process.returncode == 0, process.stderr[-4000:]
     for rank in range(2):
-        found = torch.load(tmp_path / f"rank_{rank}.pt")
-        require_alike_by_graphs(found["captured"], found["eager"])
+        both = torch.load(tmp_path / f"rank_{rank}.pt")
+        found = both["captured"]
+        require_same_history(found, both["eager"])
+        assert len({tuple(losses) for losses in found["validations"]}) == 4, "an evaluation has used stale weights"
+        assert found["validations"][-1] == found["afterwards"], "eager weights differ from those of the graphs"
 
 
 @pytest.fixture(scope="module")
@@ -315,13 +295,13 @@ def eager(shapes_dir, tmp_path_factory):
     return folder
 
 
-def test_a_run_by_graphs_is_the_eager_run(eager, log, tmp_path, shapes_dir, monkeypatch, capsys):
+def test_a_run_by_graphs_is_the_eager_run_bit_for_bit(eager, log, tmp_path, shapes_dir, monkeypatch, capsys):
     """Batch and rate are in place before each replay. All ranks drop the graphs before they leave the group."""
     filled, rates = [], []
     copy_next, replay = trainer.copy_next, stand_in.Graph.replay
     monkeypatch.setattr(trainer, "copy_next", lambda *args: (log.append("fill"), copy_next(*args))[1])
 
-    def looking(captured: stand_in.Graph) -> None:
+    def looking(captured):
         if captured.kind == "train":
             filled.append(log[-1])
             rates.append(float(captured.steps.state.opt.lr))
@@ -392,7 +372,7 @@ def test_where_graphs_leave_no_memory_for_pictures_a_line_says_so_and_training_g
 
 
 def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, make, monkeypatch):
-    steps = make(fp8_config(precision__dynamic_steps=2, **FEW))
+    steps = make(fp8_config(precision__dynamic_steps=2))
     scaling, capture = [], Recorder.capture
     linear = next(module for module in steps.state.net.modules() if isinstance(module, PolicyLinear))
     monkeypatch.setattr(

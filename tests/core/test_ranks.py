@@ -3,7 +3,6 @@
 import os
 import resource
 import socket
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -17,14 +16,14 @@ from flux_ref.config import ParallelConfig
 from flux_ref.ranks import replica_count
 
 
-def started(one_thread: bool = False) -> ranks.World:
+def started(one_thread=False):
     """The world of a process without ranks, whose group is gone again."""
     world = ranks.start(ParallelConfig(), one_thread)
     ranks.stop()
     return world
 
 
-def on(*counts: int) -> list[str]:
+def on(*counts):
     return [f"n{node}" for node, count in enumerate(counts) for _ in range(count)]
 
 
@@ -95,7 +94,7 @@ def test_a_gpu_that_torch_cannot_use_is_no_cpu(monkeypatch, tmp_path):
             assert started().device.type == "cpu"
 
 
-def give(patch: pytest.MonkeyPatch, **values: str | None) -> None:
+def give(patch, **values):
     """Set environment variables, or take away those that are None."""
     for name, value in values.items():
         patch.setenv(name, value) if value is not None else patch.delenv(name, raising=False)
@@ -137,15 +136,6 @@ def test_the_store_is_at_a_name_or_at_an_address_of_either_kind(monkeypatch):
         for name, value in zip(ranks.TORCHRUN, (0, 1, 0, *place)):
             monkeypatch.setenv(name, str(value))
         assert started().size == 1, host
-
-
-def test_waiting_for_a_copy_from_a_device_does_not_spin(monkeypatch):
-    asked = []
-    event = SimpleNamespace(record=lambda: None)
-    module = SimpleNamespace(Event=lambda **options: asked.append(options) or event)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    ranks.make_copy_waiter(torch.device("cuda", 0))
-    assert asked == [{"blocking": True}]
 
 
 def test_values_travel_as_json_and_never_as_pickles():

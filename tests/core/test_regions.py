@@ -8,17 +8,16 @@ from conftest import micro_config
 
 from bench.fake_ranks import fake_world
 from flux_ref import schedule, sharding, trainer
-from flux_ref.config import Config
 from flux_ref.dataloader import synthetic
 from flux_ref.model import SingleStreamBlock
 from flux_ref.trainer import Health, TrainState, train_step, validation_step
 
 
-def deep(**values: object) -> Config:
+def deep(**values):
     return micro_config(model__double_blocks=4, model__single_blocks=6, **values)
 
 
-def steps(world, cfg: Config) -> tuple[list[float], list[list[float]]]:
+def steps(world, cfg):
     """The losses of three training steps and the sums of a validation step, on synthetic data."""
     state = TrainState(sharding.build(cfg, world, seed=3), cfg, world)
     batch = synthetic(cfg.model, cfg.train.global_batch)
@@ -49,7 +48,7 @@ def test_recomputing_and_keeping_change_no_bit_and_recomputing_calls_every_block
 class Noted:
     """A collective of FSDP2 that is only written down."""
 
-    def __init__(self, log: list, what: str):
+    def __init__(self, log, what):
         self.log, self.what = log, what
 
     def allocate(self, size, *, dtype, device):
@@ -59,7 +58,7 @@ class Noted:
         self.log.append(self.what)
 
 
-def collectives(kept: int) -> list[str]:
+def collectives(kept):
     """What a rank of four asks of FSDP2 in a step: to gather or to reduce, in this order."""
     cfg = deep(parallel__kept_regions=kept)
     log = []
@@ -130,7 +129,7 @@ def test_a_new_shape_after_the_warm_up_is_an_error_and_pictures_are_drawn_all_th
 def test_settings_of_the_compiler_hold_in_every_thread(world):
     """torch 2.12 and later keep what is assigned in one thread only. Autograd's threads of devices are others, too."""
 
-    def settings() -> tuple[int, float]:
+    def settings():
         return torch._dynamo.config.recompile_limit, torch._functorch.config.activation_memory_budget
 
     compiled = torch.compile(torch.sin, fullgraph=True, dynamic=False, backend="eager")

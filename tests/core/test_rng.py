@@ -23,12 +23,12 @@ MASK = 2**64 - 1
 ORDER, SCALARS, LATENT, NOISE, VAL_LATENT, VAL_NOISE, INIT = range(7)
 
 
-def signed(value) -> torch.Tensor:
+def signed(value):
     """Unsigned 64-bit numbers as torch has them."""
     return torch.from_numpy(np.atleast_1d(np.array(value, np.uint64)).view(np.int64))
 
 
-def words_of(seed: int, stream: int, sample, epoch: int, count: int, start: int = 0) -> np.ndarray:
+def words_of(seed, stream, sample, epoch, count, start=0):
     """Words start .. start + count of each sample: (..., count). start is a multiple of 4."""
     blocks = range(start // 4 + 1, (start + count + 3) // 4 + 1)
     counter = [signed(blocks), signed(np.asarray(sample)[..., None]), signed(epoch), signed(0)]
@@ -36,22 +36,22 @@ def words_of(seed: int, stream: int, sample, epoch: int, count: int, start: int 
     return found.flatten(-2)[..., :count].numpy().view(np.uint64)
 
 
-def uniform_of(word: np.ndarray) -> np.ndarray:
+def uniform_of(word):
     return np.float32((word // 2**40).astype(np.float64) / 2**24)
 
 
-def normal_of(word: np.ndarray) -> np.ndarray:
+def normal_of(word):
     a, b = ((word[..., i::2] // 2**11).astype(np.float64) for i in (0, 1))
     radius, angle = np.sqrt(-2 * np.log((a + 1) / 2**53)), 2 * np.pi * (b / 2**53)
     pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1)
     return pairs.reshape(*word.shape).astype(np.float32)
 
 
-def normals_of(seed: int, stream: int, sample, epoch: int, count: int) -> np.ndarray:
+def normals_of(seed, stream, sample, epoch, count):
     return normal_of(words_of(seed, stream, sample, epoch, count + count % 2))[..., :count]
 
 
-def times_of(words: np.ndarray, kind: str, mean: float, width: float, shift: float) -> np.ndarray:
+def times_of(words, kind, mean, width, shift):
     """t of words 0 to 3 of SCALARS, (n, 4), with the shift as log(shift) on the logit (arXiv 2403.03206, 5.3.2)."""
     u = uniform_of(words[:, 1]).astype(np.float64)
     a, b = ((words[:, i] // 2**11).astype(np.float64) / 2**53 for i in (2, 3))
@@ -60,11 +60,11 @@ def times_of(words: np.ndarray, kind: str, mean: float, width: float, shift: flo
     return (shift * odds / (1 + shift * odds)).astype(np.float32)
 
 
-def order_of(seed: int, epoch: int, count: int) -> np.ndarray:
+def order_of(seed, epoch, count):
     return np.lexsort((np.arange(count), words_of(seed, ORDER, 0, epoch, count)))
 
 
-def key_of(name: str) -> int:
+def key_of(name):
     return sum(byte << 8 * i for i, byte in enumerate(hashlib.sha256(name.encode()).digest()[:8]))
 
 
@@ -79,7 +79,7 @@ def test_second_philox_gives_the_papers_known_answers():
         assert torch.cat(philox([signed(word)] * 4, [signed(word)] * 2)).numpy().view(np.uint64).tolist() == want
 
 
-def config(kind: str, mean: float, width: float, shift: float, seed: int = 0) -> TrainConfig:
+def config(kind, mean, width, shift, seed=0):
     return TrainConfig(
         seed=seed, timestep_sampling=kind, logit_mean=mean, logit_std=width, timestep_shift=shift, caption_drop=0.1
     )

@@ -5,22 +5,18 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 from conftest import MICRO
 from run_files import contents
 from shard_damage import opened
 
-from flux_ref import config_file, dataset, flow, toy
+from flux_ref import config_file, dataset, toy
 from flux_ref.config import ModelConfig
 from tools.prepare import __main__ as commands
 
 WORDS = {word for drawing in toy.all_drawings() for word in drawing.caption.split()}
 
 
-def test_encode_inverts_decode_and_keeps_the_lowest_frequencies_and_flat_colours():
-    for axis, count in enumerate((8, 4, 4)):
-        kept = {(u, v) for c, u, v in zip(toy.CHANNEL, toy.ROW, toy.COLUMN) if c == axis}
-        assert len(kept) == count and max(map(sum, kept)) <= min(map(sum, set(np.ndindex(8, 8)) - kept))
+def test_encode_inverts_decode_and_keeps_flat_colours():
     grey = toy.encode(np.zeros((3, 32, 48), np.float32))
     mean = grey + 0.5 * np.random.default_rng(0).standard_normal(grey.shape).astype(np.float32)
     picture = toy.decode(mean)
@@ -29,18 +25,6 @@ def test_encode_inverts_decode_and_keeps_the_lowest_frequencies_and_flat_colours
     for colour in toy.COLOURS.values():
         flat = np.broadcast_to(2 * np.array(colour)[:, None, None] - 1, (3, 16, 8))
         np.testing.assert_allclose(toy.decode(toy.encode(flat)), flat, atol=1e-5)
-
-
-def test_latents_have_about_zero_mean_and_unit_variance():
-    """Under FLUX.1's own shift and scale, over all drawings."""
-    means = [toy.encode(toy.render(drawing, 64, 64)) for drawing in toy.all_drawings()]
-    mean = torch.from_numpy(np.stack(means))
-    assert mean.shape[1:] == (16, 8, 8)
-    latent = flow.sample_latent(
-        mean, torch.full_like(mean, toy.LOGVAR), torch.randn(mean.shape, generator=torch.Generator().manual_seed(0))
-    )
-    assert abs(latent.mean()) < 0.1
-    assert 0.8 < latent.var() < 1.2
 
 
 def test_held_out_has_each_colour_and_shape_once_and_training_has_the_rest():
@@ -54,21 +38,16 @@ def test_held_out_has_each_colour_and_shape_once_and_training_has_the_rest():
         assert {word for drawing in drawings for word in drawing.caption.split()} == WORDS
 
 
-def test_the_set_has_keys_timesteps_and_captions_and_training_never_shows_what_validation_asks_for(shapes_dir, micro):
-    metas = {}
-    for split, count in (("train", micro.data.expected_train_samples), ("val", micro.data.expected_val_samples)):
-        stored = opened(shapes_dir / split)
-        metas[split] = [meta for meta, _ in stored]
-        assert [meta.key for meta in metas[split]] == [f"{split}_{i:08d}" for i in range(count)]
-    assert {meta.timestep for meta in metas["train"]} == {None}
-    assert [meta.timestep for meta in metas["val"]] == [i % 8 for i in range(micro.data.expected_val_samples)]
+def test_the_set_has_keys_timesteps_and_captions_and_training_never_shows_what_validation_asks_for(shapes_dir):
+    train, val = ([meta for meta, _ in opened(shapes_dir / split)] for split in ("train", "val"))
+    assert [(meta.key, meta.timestep) for meta in train] == [(f"train_{i:08d}", None) for i in range(50)]
+    assert [(meta.key, meta.timestep) for meta in val] == [(f"val_{i:08d}", i % 8) for i in range(45)]
     held_out = {drawing.caption for drawing in toy.held_out()}
-    assert {meta.caption for meta in metas["val"]} <= held_out
-    assert not held_out & {meta.caption for meta in metas["train"]}
+    assert {meta.caption for meta in val} <= held_out and not held_out & {meta.caption for meta in train}
 
 
 def test_a_set_is_made_once_and_whole_or_not_at_all(micro, tmp_path, monkeypatch):
-    def interrupt(*_: object) -> None:
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     cfg = config_file.replace(micro, data__train=str(tmp_path / "new" / "set" / "train"), data__val="")
@@ -84,7 +63,7 @@ def test_a_set_is_made_once_and_whole_or_not_at_all(micro, tmp_path, monkeypatch
     beside = threading.Thread(target=toy.ensure, args=(cfg,))
     made = []
 
-    def beside_another(*args: object) -> None:
+    def beside_another(*args):
         """Another first start comes meanwhile, and waits."""
         made.append(args)
         beside.start()
@@ -116,9 +95,6 @@ def test_drawings_are_where_and_what_their_captions_say():
         ink = (abs(picture - toy.BACKGROUND).max(axis=0) > 0.05).mean()
         area = {"circle": math.pi, "square": 1.8**2, "triangle": 2.0}[drawing.shape] * toy.SIZES[drawing.size] ** 2
         assert ink == pytest.approx(area, rel=0.3), drawing.caption
-        moved = toy.render(drawing, 64, 80, dx=10 / 80, dy=4 / 64)
-        still = toy.render(drawing, 64, 80)
-        np.testing.assert_array_equal(moved[:, 4:, 10:], still[:, :-4, :-10])
 
 
 def test_caption_encodings_are_the_same_in_every_process():
@@ -128,10 +104,6 @@ def test_caption_encodings_are_the_same_in_every_process():
     np.testing.assert_allclose(t5[1, :3], [-0.11212102, -0.37770814, 0.19347517], rtol=1e-5)
     np.testing.assert_allclose(t5[4, :3], [0.38186851, -0.00030607, -0.81482333], rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(clip, [0.09850877, 0.4119615, 0.8492412, -0.34046832], rtol=1e-5)
-    one = ModelConfig(text_tokens=1, t5_dim=28, clip_dim=14)
-    states, pooled = zip(*(toy.encode_caption(word, one).values() for word in WORDS))
-    assert len(np.unique(states, axis=0)) == len(np.unique(pooled, axis=0)) == len(WORDS)
-    assert abs(np.mean(states)) < 0.1 and np.std(states) == pytest.approx(1, abs=0.1)
 
 
 def test_words_of_own_captions_that_share_letters_are_near():
@@ -139,9 +111,7 @@ def test_words_of_own_captions_that_share_letters_are_near():
     wide = ModelConfig(text_tokens=1, t5_dim=4, clip_dim=8192)
     for one, other, own, cosine in (
         ("diamond", "diamonds", True, 6 / math.sqrt(7 * 8) / 2),
-        ("flower", "sunflower", True, 5 / math.sqrt(6 * 9) / 2),
         ("ring", "cross", True, 0),
-        ("a", "", True, 0),
         ("diamond", "diamonds", False, 0),
     ):
         first, second = (toy.encode_caption(word, wide, own)["clip"] for word in (one, other))

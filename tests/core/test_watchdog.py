@@ -6,9 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -22,14 +20,14 @@ from flux_ref import cli, ranks, watchdog
 from flux_ref.watchdog import Watchdog
 
 
-def ended(monkeypatch, limit_s: float, late: dict[int, float], marks: set[int] = frozenset()) -> float | None:
+def ended(monkeypatch, limit_s, late, marks=frozenset()):
     """When a timer of limit_s ends its rank, in s; None if it never does. late: {tick: how long its wait takes}."""
-    end: list[float] = []
+    end = []
     now, tick = 0.0, 0
     timer = object.__new__(Watchdog)
     timer.limit_s, timer.marks, timer.launcher = limit_s, 0, None
 
-    def wait(period: float) -> bool:
+    def wait(period):
         nonlocal now, tick
         if tick in marks:
             timer.mark("there")
@@ -126,7 +124,7 @@ def test_a_signal_saves_and_ends_the_run_unless_it_was_ignored(shapes_dir, tmp_p
         run = tmp_path / number.name
         before = signal.signal(number, signal.SIG_DFL)  # a shell's job in the background ignores SIGINT and SIGQUIT
 
-        def struck(self, place: str, number: int = number) -> None:
+        def struck(self, place, number=number):
             if place == "the end of step 2":
                 signal.raise_signal(number)
             stop_point(self, place)
@@ -145,7 +143,7 @@ def test_a_signal_saves_and_ends_the_run_unless_it_was_ignored(shapes_dir, tmp_p
 
 
 @contextlib.contextmanager
-def endless(data: Path, folder: Path) -> Iterator[tuple[Job, Callable[[], int]]]:
+def endless(data, folder):
     """A run by 2 ranks that has done a few steps, and a function that counts its records."""
     argv = micro_run(data, folder / "run", "--train.max_samples=1200000", "--run.watchdog_s=8")
     more = ("--eval.every_samples=96", "--train.log_every_samples=12")

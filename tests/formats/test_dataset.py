@@ -7,7 +7,6 @@ import os
 import pickle
 import tarfile
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -31,7 +30,7 @@ from shard_damage import (
 
 from flux_ref import config, config_file, dataloader, dataset
 from flux_ref.cli import Fault, Refusal
-from flux_ref.config import Config, ModelConfig
+from flux_ref.config import ModelConfig
 from flux_ref.dataset import BLOCK, END_BYTES, MEMBERS, NPY_HEADER, RECORD, BadSample, Meta, SampleLayout
 
 WIDE = SampleLayout({**LAYOUT.shapes, "t5": (20, 300)})  # a sample is longer than a tar record, as real ones are
@@ -41,18 +40,18 @@ WRITTEN = shard_damage.samples(COUNT)
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path):
     """Four shards of three samples."""
     shard_damage.write(tmp_path / "set", WRITTEN)
     return tmp_path / "set"
 
 
 @pytest.fixture
-def shard(folder) -> Path:
+def shard(folder):
     return folder / "shard_000000.tar"
 
 
-def require_as_written(folder: Path, written: list = WRITTEN, layout: SampleLayout = LAYOUT) -> None:
+def require_as_written(folder, written=WRITTEN, layout=LAYOUT):
     stored = opened(folder, layout)
     assert len(stored) == len(written)
     for index, (meta, members) in enumerate(written):
@@ -149,7 +148,7 @@ def test_samples_of_another_model_are_refused_by_their_size_or_their_header(tmp_
 # What reading notices
 
 
-def complaint(folder: Path, index: int = 1, kind: type[Refusal] = BadSample) -> str:
+def complaint(folder, index=1, kind=BadSample):
     """What opening a set or reading one of its samples says."""
     return refusal(lambda: opened(folder).read(index, LAYOUT.arrays()), kind=kind)
 
@@ -206,7 +205,7 @@ def test_damage_of_a_sample_is_noticed_and_named(folder, shard):
     assert "sample 1: the file ends within the sample" in refusal(stored.read, 1, LAYOUT.arrays())
 
 
-def config_for(cfg: Config, folder: Path) -> Config:
+def config_for(cfg, folder):
     places = {"data__train": str(folder), "data__val": str(folder), "data__empty": str(config.empty_dir(cfg))}
     return config_file.replace(
         cfg, **places, data__expected_train_samples=COUNT, data__expected_val_samples=COUNT, eval__batch=8
@@ -214,7 +213,7 @@ def config_for(cfg: Config, folder: Path) -> Config:
 
 
 def test_damage_stops_the_run_with_shard_sample_and_remedy(micro, folder, shard):
-    def used(kind: type[dataloader.SampleSet]) -> None:
+    def used(kind):
         found = kind(config_for(micro, folder), 0, 1, False)
         found.open()
         feed = found.feed(0)

@@ -9,8 +9,6 @@ import resource
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -62,7 +60,7 @@ def test_what_may_not_be_read_is_never_taken_for_absent(tmp_path, monkeypatch):
     assert matching(tmp_path, "[!.]*") == [tmp_path / "step_1"]
     assert matching(tmp_path / "none", "*") == matching(tmp_path / "step_1", "*") == []
 
-    def refuse(path: Path) -> None:
+    def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "listdir", refuse)
@@ -89,7 +87,7 @@ def test_a_lock_has_one_holder_and_ends_with_its_process(tmp_path):
 
 
 def test_where_there_are_no_locks_one_line_says_so(tmp_path, monkeypatch, capsys):
-    def missing(*_: int) -> None:
+    def missing(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", missing)
@@ -101,12 +99,12 @@ def test_where_there_are_no_locks_one_line_says_so(tmp_path, monkeypatch, capsys
 def test_disks_of_networks_lock_files_and_sync_no_folder(tmp_path, monkeypatch, capsys):
     """As flock on NFS, which wants a file that is open for writing, and fsync on shares of Windows."""
 
-    def nfs(descriptor: int, _: int) -> None:
+    def nfs(descriptor, _):
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
             raise OSError(errno.EBADF, "Bad file descriptor")
 
-    def failing(kinds: Callable[[int], bool], number: int) -> Callable[[int], None]:
-        def fsync(descriptor: int) -> None:
+    def failing(kinds, number):
+        def fsync(descriptor):
             if kinds(os.fstat(descriptor).st_mode):
                 raise OSError(number, "no sync")
 

@@ -3,7 +3,6 @@
 import io
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ class Embedded(energon.Sample):
 
 
 @energon.stateless
-def cook(sample: dict) -> Embedded:
+def cook(sample):
     """The members as they are stored: bf16 bits in uint16."""
     members = {name: torch.from_numpy(np.load(io.BytesIO(sample[f"{name}.bytes"]))) for name in MEMBERS}
     return Embedded(**energon.basic_sample_keys(sample), **members)
@@ -44,7 +43,7 @@ class Task(energon.DefaultTaskEncoder):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
+def root(tmp_path_factory):
     """What our writer makes, prepared by Energon's own command."""
     root = tmp_path_factory.mktemp("energon") / "data"
     for seed, (split, count) in enumerate(COUNTS.items()):
@@ -55,7 +54,7 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def prepare(root: Path, *options: str) -> str:
+def prepare(root, *options):
     command = [sys.executable, "-c", PREPARE, "prepare", "--non-interactive", *options]
     done = subprocess.run([*command, "--sample-type", "CrudeWebdataset", str(root)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

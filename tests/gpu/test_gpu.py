@@ -11,17 +11,15 @@ from graph_ranks import everything
 from flux_ref import checkpoint, sharding
 from flux_ref.checkpoint import Saver, load
 from flux_ref.cli import Refusal
-from flux_ref.config import Config
-from flux_ref.dataloader import Batch, allocate, synthetic
+from flux_ref.dataloader import allocate, synthetic
 from flux_ref.precision import fp8
-from flux_ref.ranks import World
 from flux_ref.trainer import Health, TrainState, train_step
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def arch(device) -> str:
+def arch(device):
     """The name of a device's kind that computes in FP8."""
     name = fp8.architecture(device)
     try:
@@ -31,7 +29,7 @@ def arch(device) -> str:
     return name
 
 
-def batch_of(cfg: Config, world: World) -> Batch:
+def batch_of(cfg, world):
     """Synthetic data on the device."""
     batch = allocate(cfg.model, cfg.train.global_batch, world.device)
     for name, tensor in synthetic(cfg.model, cfg.train.global_batch).items():
@@ -39,7 +37,7 @@ def batch_of(cfg: Config, world: World) -> Batch:
     return batch
 
 
-def losses_of(cfg: Config, world: World, waits: str = "default") -> list[float]:
+def losses_of(cfg, world, waits="default"):
     """Five training losses. waits: what becomes of a step that waits for the device, but for the first step."""
     state = TrainState(sharding.build(cfg, world, seed=3), cfg, world)
     batch = batch_of(cfg, world)
@@ -105,7 +103,7 @@ def test_a_saved_state_goes_on_bit_for_bit(world, deterministic, tmp_path):
     cfg = micro_config(run__dir=str(tmp_path), compute__dtype="bf16")
     batch = batch_of(cfg, world)
 
-    def train(state: TrainState, steps: int) -> dict[str, torch.Tensor]:
+    def train(state, steps):
         state.opt.lr.fill_(1e-2)
         for _ in range(steps):
             train_step(state.net, state.opt, batch, Health(world.device), cfg)

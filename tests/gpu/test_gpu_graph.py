@@ -8,7 +8,7 @@ import torch
 from conftest import micro_config, micro_run, script
 from graph_ranks import STEPS, history, require_same_history
 
-from flux_ref import config_file, graphs, ranks, sharding
+from flux_ref import config_file, graphs, sharding
 from flux_ref.cli import Fault
 from flux_ref.graphs import CapturedTrainer
 from flux_ref.trainer import TrainState
@@ -20,7 +20,7 @@ EXIT_S = 20.0  # a process group that waits for a graph never ends
 CAPTURED_TRAIN = "tests/helpers/captured_train.py"
 
 
-def make(world: ranks.World, **values: object) -> CapturedTrainer:
+def make(world, **values):
     """The steps of a fresh net after a warm-up."""
     cfg = micro_config(**ON, **values)
     steps = CapturedTrainer(TrainState(sharding.build(cfg, world, seed=3), cfg, world), cfg, world)
@@ -28,7 +28,7 @@ def make(world: ranks.World, **values: object) -> CapturedTrainer:
     return steps
 
 
-def both(world: ranks.World, data, **values: object) -> tuple[dict, dict]:
+def both(world, data, **values):
     """The history by graphs, and the eager one."""
     cfg = micro_config(data, **(ON | values))
     return history(cfg, world), history(config_file.replace(cfg, compute__cuda_graphs="off"), world)
@@ -74,7 +74,7 @@ def test_replays_never_wait_for_the_device_and_use_no_more_memory_which_comes_ba
     reserved = torch.accelerator.memory_reserved()
     steps.capture()
 
-    def replay(times: int) -> None:
+    def replay(times):
         for _ in range(times):
             steps.state.opt.lr.fill_(1e-3)
             steps.train()
@@ -103,7 +103,7 @@ def test_a_capture_may_end_while_a_stream_waits_without_work(device):
     recorder = graphs.Recorder(device)
     side = torch.cuda.Stream()
 
-    def work() -> None:
+    def work():
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             one.add_(1)
@@ -146,6 +146,6 @@ def test_a_run_ends_soon_after_its_last_line_and_after_an_error_amid_training(tr
 def test_the_capture_of_a_step_that_waits_for_the_device_is_a_fault_and_the_device_stays_of_use(world):
     """The last test of this file: after a failed capture torch 2.11 returns no memory to the device."""
     steps = make(world)
-    with pytest.raises(Fault, match=r"a step cannot be captured: .*; set graph\.enabled=off"):
+    with pytest.raises(Fault, match=r"a step cannot be captured: .*; set compute\.cuda_graphs=off"):
         steps._captured(lambda: (steps.train(), float(steps.health.loss)))
     assert float(torch.ones(4, device=world.device).sum()) == 4 and not steps.graphs

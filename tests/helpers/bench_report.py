@@ -1,7 +1,6 @@
 """What a benchmark writes, for the tests of bench/."""
 
 import json
-from pathlib import Path
 
 import torch
 from conftest import MICRO, own_settings
@@ -9,7 +8,7 @@ from conftest import MICRO, own_settings
 from flux_ref import ranks
 
 
-def report_of(module, folder: Path, *options: object) -> dict:
+def report_of(module, folder, *options):
     """Run a benchmark on the micro model in this process; the report is FOLDER/new/report.json."""
     path = folder / "new" / "report.json"
     try:

@@ -14,22 +14,22 @@ import train
 from flux_ref import cli
 from flux_ref.graphs import CapturedTrainer
 
-run_step = CapturedTrainer.train
+run_step = CapturedTrainer.step
 
 
-def breaking(steps: CapturedTrainer):
+def breaking(steps, feed):
     """The training step, until it breaks."""
     if steps.state.step == int(os.environ["BREAKS_AT"]):
         print(f"broken at {time.time()}", flush=True)
         raise RuntimeError("an error amid training")
-    return run_step(steps)
+    run_step(steps, feed)
 
 
-def main(*argv: str) -> int:
+def main(*argv):
     if not torch.accelerator.is_available():
         stand_in.install()
     if "BREAKS_AT" in os.environ:
-        CapturedTrainer.train = breaking
+        CapturedTrainer.step = breaking
     return cli.run("train.py", train.main, list(argv))
 
 

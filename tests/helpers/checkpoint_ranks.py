@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -12,15 +11,12 @@ import rank_runs
 import torch.distributed as dist
 from conftest import micro_config
 from lively_nets import lively, of_all
-from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
 
 from flux_ref import checkpoint, config_file, ranks, safetensors_io, sharding
 from flux_ref.checkpoint import Saver, rows_of
 from flux_ref.cli import Fault
-from flux_ref.config import Config
 from flux_ref.model import parameter_table
-from flux_ref.ranks import World
 from flux_ref.trainer import TrainState
 
 FACTS = {"train_samples": 50, "val_samples": 45}
@@ -34,12 +30,12 @@ FILE_BYTES = 2**15  # of the written state, which is small
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-def narrow_config(run: Path, **values: object) -> Config:
+def narrow_config(run, **values):
     """Of a model so narrow that some ranks of three hold no rows of some tensors, with an average of the weights."""
     return micro_config(**rank_runs.NARROW, run__dir=str(run), optim__ema_half_life=600, **values)
 
 
-def written_tensors(cfg: Config) -> dict[str, Tensor]:
+def written_tensors(cfg):
     """The keys that a checkpoint must have, and what the written state holds under them."""
     found = {}
     for name, shape in parameter_table(cfg.model).items():
@@ -49,12 +45,12 @@ def written_tensors(cfg: Config) -> dict[str, Tensor]:
     return found
 
 
-def other_state(cfg: Config, world: World) -> TrainState:
+def other_state(cfg, world):
     """A state that holds other values."""
     return TrainState(sharding.build(cfg, world, seed=1), cfg, world)
 
 
-def lively_state(cfg: Config, world: World) -> TrainState:
+def lively_state(cfg, world):
     """The state that is written."""
     state = other_state(cfg, world)
     values = written_tensors(cfg)
@@ -65,13 +61,13 @@ def lively_state(cfg: Config, world: World) -> TrainState:
     return state
 
 
-def contents(state: TrainState) -> dict[str, Tensor]:
+def contents(state):
     """A copy of the rows of every rank."""
     rows = {key: rows.local.clone() for key, rows in rows_of(state).items()}
     return {f"{key} of rank {rank}": part for rank, parts in enumerate(of_all(rows)) for key, part in parts.items()}
 
 
-def take_step(state: TrainState, scale: float) -> None:
+def take_step(state, scale):
     """One step of AdamW on made-up gradients."""
     for name, p in sharding.named_parameters(state.net).items():
         gradient = lively(f"gradient {name}", tuple(p.shape)) * scale
@@ -81,14 +77,14 @@ def take_step(state: TrainState, scale: float) -> None:
     state.advance(12)
 
 
-def after_steps(state: TrainState) -> dict[str, Tensor]:
+def after_steps(state):
     """The state after two more steps, the first clipped."""
     for scale in (1.0, 1e-4):
         take_step(state, scale)
     return contents(state)
 
 
-def read(cfg: Config, world: World, folder: Path) -> dict:
+def read(cfg, world, folder):
     """The clock of a state that goes on from a checkpoint of any world size, and what it is two steps later."""
     state = other_state(cfg, world)
     checkpoint.load(folder, state)
@@ -96,15 +92,15 @@ def read(cfg: Config, world: World, folder: Path) -> dict:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[tuple[float, str, str]]]:
+def recorded():
     """What this process puts on the disk and renames meanwhile: (time, "sync" or "rename", path)."""
     events, sync, rename = [], os.fsync, Path.rename
 
-    def synced(descriptor: int) -> None:
+    def synced(descriptor):
         sync(descriptor)
         events.append((time.monotonic(), "sync", os.readlink(f"/proc/self/fd/{descriptor}")))
 
-    def renamed(path: Path, target: Path) -> Path:
+    def renamed(path, target):
         events.append((time.monotonic(), "rename", str(target)))
         return rename(path, target)
 
@@ -112,7 +108,7 @@ def recorded() -> Iterator[list[tuple[float, str, str]]]:
         yield events
 
 
-def write(cfg: Config, world: World) -> dict:
+def write(cfg, world):
     """The written state's checkpoint, and in which order it came to the disk."""
     state, said = lively_state(cfg, world), []
     with mock.patch.object(checkpoint, "FILE_BYTES", FILE_BYTES):
@@ -124,7 +120,7 @@ def write(cfg: Config, world: World) -> dict:
     return {"said": of_all(said), "events": of_all(events)}
 
 
-def break_saves(cfg: Config, world: World) -> dict:
+def break_saves(cfg, world):
     """Between two saves that succeed, one for each of BREAKS: what is left, and what all ranks say and raise."""
     state, said, found = other_state(cfg, world), [], {}
     own = Saver(cfg, world, state, FACTS, said.append)
@@ -146,7 +142,7 @@ def break_saves(cfg: Config, world: World) -> dict:
     return found
 
 
-def measure(world: World, folder: Path) -> dict:
+def measure(world, folder):
     """Checkpoints by these ranks and, of what fewer ranks have written beside the folder, also by those."""
     cfg = narrow_config(folder, parallel__replicate=world.replicas)
     found = {"writing": write(cfg, world), "on": after_steps(lively_state(cfg, world))}

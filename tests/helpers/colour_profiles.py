@@ -1,40 +1,17 @@
-"""Small colour profiles, made as the ICC specifies them (ICC.1:2022): matrix and curve, grey curve, table of CMYK."""
+"""Small colour profiles, made as the ICC specifies them (ICC.1:2022): matrix and curve, grey curve."""
 
 import struct
-from itertools import product
 
 D50 = (0.9642, 1.0, 0.8249)
-PRIMARIES = {  # (X, Y, Z) of red, green and blue, adapted to D50
-    "Display P3": ((0.51512, 0.24120, -0.00105), (0.29198, 0.69225, 0.04189), (0.15710, 0.06657, 0.78407)),
-    "Adobe RGB": ((0.60974, 0.31111, 0.01947), (0.20528, 0.62567, 0.06087), (0.14919, 0.06322, 0.74457)),
-    "ProPhoto": ((0.79767, 0.28804, 0.0), (0.13519, 0.71188, 0.0), (0.03134, 0.00009, 0.82491)),
-}
-GAMMAS = {"Adobe RGB": 563 / 256, "ProPhoto": 1.8}
+# (X, Y, Z) of Display P3's red, green and blue, adapted to D50
+PRIMARIES = ((0.51512, 0.24120, -0.00105), (0.29198, 0.69225, 0.04189), (0.15710, 0.06657, 0.78407))
 
 
-def fixed(*values: float) -> bytes:
+def fixed(*values):
     return struct.pack(f">{len(values)}i", *(round(value * 65536) for value in values))
 
 
-def curve(gamma: float | None) -> bytes:
-    """None: sRGB's, which Display P3 has, too."""
-    if gamma:
-        return struct.pack(">4s4xIH", b"curv", 1, round(gamma * 256))
-    return struct.pack(">4s4xH2x", b"para", 3) + fixed(2.4, 1 / 1.055, 0.055 / 1.055, 1 / 12.92, 0.04045)
-
-
-def table() -> bytes:
-    """To Lab, by the corners of CMYK: some colours of inks that darken each other."""
-    identity = bytes(range(256))
-    corners = []
-    for c, m, y, k in product((0, 1), repeat=4):
-        light = (1 - 0.4 * c) * (1 - 0.5 * m) * (1 - 0.1 * y) * (1 - 0.9 * k)
-        corners += [round(255 * light), 128 + round(light * (70 * m - 35 * c)), 128 + round(light * (85 * y - 45 * c))]
-    matrix = fixed(1, 0, 0, 0, 1, 0, 0, 0, 1)
-    return struct.pack(">4s4x4B", b"mft1", 4, 3, 2, 0) + matrix + 4 * identity + bytes(corners) + 3 * identity
-
-
-def profile(kind: bytes, space: bytes, pcs: bytes, tags: dict[bytes, bytes]) -> bytes:
+def profile(kind, space, pcs, tags):
     head = struct.pack(">I4s4s4s12x4s28x", 0x04200000, kind, space, pcs, b"acsp") + fixed(*D50) + bytes(48)
     listed = struct.pack(">I", len(tags))
     body = b""
@@ -45,12 +22,8 @@ def profile(kind: bytes, space: bytes, pcs: bytes, tags: dict[bytes, bytes]) -> 
     return struct.pack(">I4x", begin + len(body)) + head + listed + body
 
 
-def coloured(name: str) -> bytes:
-    """Of PRIMARIES."""
-    tags = {b"%cXYZ" % c: b"XYZ " + bytes(4) + fixed(*xyz) for c, xyz in zip(b"rgb", PRIMARIES[name])}
-    tags |= {b"%cTRC" % c: curve(GAMMAS.get(name)) for c in b"rgb"}
-    return profile(b"mntr", b"RGB ", b"XYZ ", tags)
-
-
-LINEAR_GREY = profile(b"mntr", b"GRAY", b"XYZ ", {b"kTRC": curve(1.0)})
-INKS = profile(b"prtr", b"CMYK", b"Lab ", {b"A2B0": table()})
+SRGB_CURVE = struct.pack(">4s4xH2x", b"para", 3) + fixed(2.4, 1 / 1.055, 0.055 / 1.055, 1 / 12.92, 0.04045)
+LINEAR = struct.pack(">4s4xIH", b"curv", 1, 256)
+COLOURS = {b"%cXYZ" % c: b"XYZ " + bytes(4) + fixed(*xyz) for c, xyz in zip(b"rgb", PRIMARIES)}
+DISPLAY_P3 = profile(b"mntr", b"RGB ", b"XYZ ", COLOURS | {b"%cTRC" % c: SRGB_CURVE for c in b"rgb"})
+LINEAR_GREY = profile(b"mntr", b"GRAY", b"XYZ ", {b"kTRC": LINEAR})

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -20,13 +19,13 @@ import torch._dynamo  # noqa: F401  every rank would import it later
 from flux_ref import cli
 
 
-def run_rank(rank: int, size: int, port: int, main: Callable[..., int], argv: list[str]) -> None:
+def run_rank(rank, size, port, main, argv):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     cli.exit_now(main(*argv))
 
 
-def run(size: int, main: Callable[..., int], argv: list[str]) -> int:
+def run(size, main, argv):
     """The exit code of the first rank that fails; 0 if none does."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]

@@ -13,7 +13,7 @@ from tools.golden.files import CONFIG, DATA, Golden
 from tools.golden.training import Replay
 
 
-def main(golden: str, out: str) -> int:
+def main(golden, out):
     """golden: the folder of the golden values, whose data set is read. out: the file to write."""
     folder = Path(golden)
     places = {"data__train": f"{folder / DATA}/train", "data__val": f"{folder / DATA}/val"}

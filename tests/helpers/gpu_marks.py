@@ -6,7 +6,6 @@ pytest -m gpu --stand-in     on a CPU; a test that is skipped fails the session
 """
 
 import os
-from collections.abc import Callable, Iterator
 
 import pytest
 import stand_in
@@ -18,16 +17,16 @@ from flux_ref.config import ParallelConfig
 NO_DEVICE = "no accelerator; --stand-in lets a CPU stand in for it"
 
 
-def pytest_addoption(parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--stand-in", action="store_true", help="run tests marked gpu on a CPU")
 
 
-def pytest_configure(config) -> None:
+def pytest_configure(config):
     if config.getoption("stand_in") or config.option.markexpr != "gpu":  # other tests compare bits of a CPU
         os.environ.update(dict.fromkeys(ranks.VISIBLE, ""))
 
 
-def pytest_sessionfinish(session) -> None:
+def pytest_sessionfinish(session):
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     skipped = reporter.stats.get("skipped", []) if reporter else []
     # Files of tests that need an optional package are skipped as a whole; they hold no test of a device.
@@ -36,7 +35,7 @@ def pytest_sessionfinish(session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def device_or_stand_in(request, monkeypatch) -> Iterator[None]:
+def device_or_stand_in(request, monkeypatch):
     """A test marked gpu gets a device or its stand-in, or is skipped."""
     if not request.node.get_closest_marker("gpu") or torch.accelerator.is_available():
         yield
@@ -48,7 +47,7 @@ def device_or_stand_in(request, monkeypatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def device(device_or_stand_in) -> torch.device:
+def device(device_or_stand_in):
     """The first accelerator, or the CPU that stands in for it."""
     if not torch.accelerator.is_available():
         return stand_in.CPU
@@ -56,7 +55,7 @@ def device(device_or_stand_in) -> torch.device:
 
 
 @pytest.fixture
-def world() -> Iterator[ranks.World]:
+def world():
     """One rank on that device. Afterwards the compiler is as it was before."""
     yield ranks.start(ParallelConfig())
     torch.compiler.set_stance("default")
@@ -65,10 +64,10 @@ def world() -> Iterator[ranks.World]:
 
 
 @pytest.fixture
-def on_both(device_or_stand_in, monkeypatch) -> Callable:
+def on_both(device_or_stand_in, monkeypatch):
     """on_both(function): what a function of a world gives on that device, and then on the CPU."""
 
-    def run(function: Callable) -> list:
+    def run(function):
         found = []
         for _ in range(2):
             try:
@@ -83,7 +82,7 @@ def on_both(device_or_stand_in, monkeypatch) -> Callable:
 
 
 @pytest.fixture
-def deterministic(monkeypatch) -> Iterator[None]:
+def deterministic(monkeypatch):
     """Bit for bit needs kernels that add in a fixed order."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -92,6 +91,6 @@ def deterministic(monkeypatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def train_py() -> None:
+def train_py():
     """Skips a test that starts train.py where the package of the benchmark's log is missing."""
     pytest.importorskip("mlperf_logging", reason="needs mlperf-logging; pip install it")

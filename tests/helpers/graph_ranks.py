@@ -13,19 +13,16 @@ from pathlib import Path
 import stand_in
 import torch
 from conftest import MICRO, data_overrides, open_sets, require_identical
-from torch import Tensor
 
 from flux_ref import cli, config_file, graphs, ranks, sharding
-from flux_ref.config import Config
 from flux_ref.evaluate import validation_loss
 from flux_ref.pictures.artist import Artist
-from flux_ref.ranks import World
 from flux_ref.trainer import TrainState
 
 STEPS, EVALUATE_EVERY = 8, 2
 
 
-def everything(state: TrainState) -> dict[str, Tensor]:
+def everything(state):
     """A copy of this rank's weights, moments and step counts."""
     opt, kept = state.opt, {}
     for name, shard in zip(opt.names, opt.shards):
@@ -34,7 +31,7 @@ def everything(state: TrainState) -> dict[str, Tensor]:
     return kept
 
 
-def history(cfg: Config, world: World) -> dict:
+def history(cfg, world):
     """STEPS steps from fresh weights with evaluations in between; one more evaluation after the graphs are gone.
 
     With pictures.every_samples pictures are drawn after each evaluation.
@@ -74,7 +71,7 @@ def history(cfg: Config, world: World) -> dict:
     }
 
 
-def require_same_history(found: dict, want: dict) -> None:
+def require_same_history(found, want):
     """Of a captured and an eager one: the same bits."""
     assert found["captured"] and not want["captured"]
     for key in ("results", "validations", "afterwards", "flags", "pictures"):
@@ -82,7 +79,7 @@ def require_same_history(found: dict, want: dict) -> None:
     require_identical(found["state"], want["state"])
 
 
-def main(data: str, out: str, *overrides: str) -> int:
+def main(data, out, *overrides):
     cfg = config_file.load(
         MICRO, [*data_overrides(Path(data)), *overrides, "--eval.batch=24", "--optim.ema_half_life=60"]
     )

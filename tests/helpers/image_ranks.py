@@ -10,7 +10,7 @@ from tools.prepare import __main__ as commands
 from tools.prepare import images
 
 
-def main(*argv: str) -> int:
+def main(*argv):
     encoders.VAE["block_out_channels"] = CHANNELS
     images.PER_PART = 5
     return commands.main(list(argv))

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -33,14 +32,14 @@ TOKEN = "FLUX_REF_TEST_JOB"
 POLL_S = 0.005
 LONG = (  # 24 steps, evaluations after 8, 16 and 24, a checkpoint after every sixth
     *("--train.max_samples=288", "--eval.every_samples=96", "--checkpoint.every_samples=72"),
-    *("--train.log_every_samples=12", "--run.watchdog_s=20"),
+    *("--train.log_every_samples=12", "--run.watchdog_s=20", "--eval.batch=8"),
 )
 
 
 class Job:
     """A script under torchrun, or plain python with ranks=0, that runs beside the tests."""
 
-    def __init__(self, log: Path, path: str, *args: object, ranks: int = 2, restarts: int = 0, **env: str):
+    def __init__(self, log, path, *args, ranks=2, restarts=0, **env):
         """log: receives everything it prints."""
         self.log, self.token = log, secrets.token_hex(8)
         launcher = [sys.executable]
@@ -59,21 +58,21 @@ class Job:
             )
 
     @property
-    def said(self) -> str:
+    def said(self):
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    def environments(self) -> dict[int, dict[str, str]]:
+    def environments(self):
         """{process: its environment} of this job, the launcher's children too; also those that have lost it."""
         return environments({TOKEN: self.token})
 
-    def alive(self) -> list[int]:
+    def alive(self):
         return list(self.environments())
 
-    def ranks(self) -> dict[int, int]:
+    def ranks(self):
         """{rank: process}"""
         return {int(env["RANK"]): pid for pid, env in self.environments().items() if "LOCAL_RANK" in env}
 
-    def until(self, condition: Callable[[], object], timeout: float = 180) -> bool:
+    def until(self, condition, timeout=180):
         """Wait for something, or for the end of the job; returns whether the former came."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -83,14 +82,14 @@ class Job:
             time.sleep(POLL_S)
         return True
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout=120):
         """The exit code of the launcher."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"after {timeout} s:\n{self.said[-4000:]}") from None
 
-    def gone(self, timeout: float, pids: Iterable[int] | None = None) -> bool:
+    def gone(self, timeout, pids=None):
         """Whether all these processes, or every one of the job, have ended, after waiting for that."""
         deadline = time.monotonic() + timeout
         while alive := set(self.alive()):
@@ -101,10 +100,10 @@ class Job:
             time.sleep(POLL_S)
         return True
 
-    def __enter__(self) -> "Job":
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_):
         """Leave nothing behind."""
         while pids := self.alive():
             for pid in pids:
@@ -114,7 +113,7 @@ class Job:
         self.process.wait()
 
 
-def environments(having: dict[str, str]) -> dict[int, dict[str, str]]:
+def environments(having):
     """{process: its environment} of every living process with these environment variables."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -126,13 +125,13 @@ def environments(having: dict[str, str]) -> dict[int, dict[str, str]]:
     return found
 
 
-def send(pid: int, number: int) -> None:
+def send(pid, number):
     """Send a signal, if the process is there."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
-def launch(folder: Path, data: Path, ranks: int = 2, plan: str = "") -> tuple[int, str]:
+def launch(folder, data, ranks=2, plan=""):
     """Train the LONG run in folder/run, struck as planned; returns the exit code and the log.
 
     What is trained on is written to folder/records.
@@ -145,7 +144,7 @@ def launch(folder: Path, data: Path, ranks: int = 2, plan: str = "") -> tuple[in
         return job.wait(), job.said
 
 
-def install(folder: Path, plan: str, replace: Callable[[object, str, object], object] = setattr) -> None:
+def install(folder, plan, replace=setattr):
     """Write down in a folder what runs train on from here on, and send the planned signal.
 
     replace: as monkeypatch.setattr.
@@ -154,11 +153,11 @@ def install(folder: Path, plan: str, replace: Callable[[object, str, object], ob
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     plain_step, plain_loss = Trainer.step, train.validation_loss
 
-    def strike(here: str, number: int) -> None:
+    def strike(here, number):
         if (here, number, rank) == (place, int(at), size - 1):
             os.kill(os.getppid() if name == "SIGINT" and size > 1 else os.getpid(), signal.Signals[name])
 
-    def step(steps: Trainer, feed: object) -> None:
+    def step(steps, feed):
         number = steps.state.step
         strike("step", number)
         if place == "step" and number >= int(at):
@@ -169,7 +168,7 @@ def install(folder: Path, plan: str, replace: Callable[[object, str, object], ob
         with (folder / f"rank_{rank}.jsonl").open("a") as file:
             file.write(json.dumps({"step": number, "rows": rows}) + "\n")
 
-    def loss(steps: Trainer, val: object, samples: int, *args: object) -> object:
+    def loss(steps, val, samples, *args):
         strike("evaluation", samples)
         return plain_loss(steps, val, samples, *args)
 
@@ -177,7 +176,7 @@ def install(folder: Path, plan: str, replace: Callable[[object, str, object], ob
     replace(train, "validation_loss", loss)
 
 
-def trained_on(folder: Path) -> list[tuple[int, list[int]]]:
+def trained_on(folder):
     """(step, checksums of its samples in global order) in the order of training, whatever the number of ranks."""
     ranks = []
     for path in sorted(folder.glob("rank_*.jsonl")):
@@ -187,7 +186,7 @@ def trained_on(folder: Path) -> list[tuple[int, list[int]]]:
     return [(step, [row for rank in ranks for row in rank.get(step, [])]) for step in ranks[0]]
 
 
-def main(folder: str, *argv: str) -> int:
+def main(folder, *argv):
     install(Path(folder), os.environ.get("SIGNAL", ""))
     return cli.run("train.py", train.main, list(argv))
 

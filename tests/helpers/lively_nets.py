@@ -4,29 +4,25 @@ import zlib
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from flux_ref import sharding
-from flux_ref.config import Config
 from flux_ref.model import Flux
-from flux_ref.precision.recipe import PrecisionRecipe
-from flux_ref.ranks import World
 
 
-def lively(name: str, shape: tuple[int, ...]) -> Tensor:
+def lively(name, shape):
     """Weights with which every part of a net has a say; in the initial ones, the zeros silence most of it."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, generator=generator) * 0.15 + name.endswith(".scale")
 
 
-def plain_net(cfg: Config) -> Flux:
+def plain_net(cfg):
     """An unsharded net with lively weights."""
     net = Flux(cfg.model)
     net.load_state_dict({name: lively(name, tuple(p.shape)) for name, p in net.named_parameters()})
     return net
 
 
-def lively_net(cfg: Config, world: World, recipe: PrecisionRecipe | None = None) -> Flux:
+def lively_net(cfg, world, recipe=None):
     """A sharded net with lively weights."""
     net = sharding.build(cfg, world, None, recipe)
     with torch.no_grad():
@@ -36,12 +32,12 @@ def lively_net(cfg: Config, world: World, recipe: PrecisionRecipe | None = None)
     return net
 
 
-def whole(net: Flux) -> dict[str, Tensor]:
+def whole(net):
     """The gathered weights of a sharded net by BFL's names."""
     return {name: p.detach().full_tensor().clone() for name, p in sharding.named_parameters(net).items()}
 
 
-def of_all(value: object) -> list:
+def of_all(value):
     """The value of every rank."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -3,7 +3,6 @@
 import json
 import random
 import time
-from pathlib import Path
 
 import yaml
 
@@ -18,13 +17,13 @@ INTERVAL = 262_144
 EVALUATIONS = (33, 31, 34, 33, 34, 34, 34, 35, 34, 34)  # of ten runs that are a valid result under every ruleset
 
 
-def lines(seed: int = 100, batch: int = 1024, evaluations: int = 33, rate: float = 1600.0, **values) -> list[str]:
+def lines(seed=100, batch=1024, evaluations=33, rate=1600.0, **values):
     """The log of a submitter's run. values: entries before init_stop that differ from those of the closed division."""
     noise = random.Random(seed)
     clock = 1_760_000_000_000 + seed * 10_000_000
     made = []
 
-    def add(key: str, value: object = None, kind: str = "POINT_IN_TIME", after_ms: int = 0, **metadata: object) -> None:
+    def add(key, value=None, kind="POINT_IN_TIME", after_ms=0, **metadata):
         nonlocal clock
         clock += after_ms
         metadata |= {"file": "/workspace/train.py", "lineno": 7}
@@ -53,13 +52,13 @@ def lines(seed: int = 100, batch: int = 1024, evaluations: int = 33, rate: float
     return made
 
 
-def write(path: Path, made: list[str]) -> Path:
+def write(path, made):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(["+ srun train", *made, "done"]) + "\n")
     return path
 
 
-def system(folder: Path, count: int = 10, **values) -> Path:
+def system(folder, count=10, **values):
     """Runs of a submitter in a folder."""
     for i, evaluations in enumerate(EVALUATIONS[:count]):
         write(folder / f"result_{i}.txt", lines(**({"seed": 100 + i, "evaluations": evaluations} | values)))
@@ -67,12 +66,12 @@ def system(folder: Path, count: int = 10, **values) -> Path:
 
 
 def ours(
-    path: Path,
-    cfg: Config,
-    losses: tuple[float, ...] = (0.58,),
-    counts: tuple[int, int] = (TRAIN_SAMPLES, VAL_SAMPLES),
-    success: bool = True,
-) -> str:
+    path,
+    cfg,
+    losses=(0.58,),
+    counts=(TRAIN_SAMPLES, VAL_SAMPLES),
+    success=True,
+):
     """The log of a run with these evaluations. Returns what outcome.json would hold. counts: samples of the sets."""
     log = BenchmarkLog()
     log.write_to(path)

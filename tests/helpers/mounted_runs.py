@@ -12,7 +12,7 @@ from flux_ref import config_file, files, ranks, run_folder
 COUNTS = {"train_samples": 50, "val_samples": 45}
 
 
-def full(place: Path, data: Path, calm: Path) -> None:
+def full(place, data, calm):
     """Disks that fill up at a write of a run, each at another one. Once there is room, the same command goes on."""
     stopped = set()
     for size in range(300, 2700, 240):
@@ -29,11 +29,11 @@ def full(place: Path, data: Path, calm: Path) -> None:
     assert stopped == {0, 2, 3}
 
 
-def mount(place: Path, size: str, option: str = "") -> None:
+def mount(place, size, option=""):
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"{option}size={size}", "tmpfs", str(place)], check=True)
 
 
-def main(place: str, data: str, calm: str) -> None:
+def main(place, data, calm):
     first, second = (Path(place, name, "run") for name in ("a", "b"))
     with ExitStack() as stack:
         cfg = config_file.load("tests/micro.toml", [f"--run.dir={first}"])

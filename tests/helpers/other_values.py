@@ -2,10 +2,8 @@
 
 import dataclasses
 
-from flux_ref.config import Config
 
-
-def with_another(cfg: Config, key: str) -> Config:
+def with_another(cfg, key):
     """A copy with another value of a key, unchecked."""
     section, name = key.split(".")
     part = getattr(cfg, section)

@@ -6,7 +6,7 @@ from pathlib import Path
 class Payload:
     """Makes a folder when it is unpickled."""
 
-    def __init__(self, mark: Path):
+    def __init__(self, mark):
         self.mark = mark
 
     def __reduce__(self):

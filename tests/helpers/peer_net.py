@@ -1,21 +1,16 @@
 """diffusers' Flux beside our model: the same weights, inputs, errors."""
 
-from collections.abc import Callable
-
 import torch
 from diffusers import FluxTransformer2DModel
-from torch import Tensor, nn
 
 from flux_ref import weights
-from flux_ref.config import ModelConfig
 from flux_ref.flow import image_positions
-from flux_ref.model import Flux
 from tools.export import diffusers_config
 
 INPUTS = ("img", "txt", "clip", "t")
 
 
-def to_diffusers(tensors: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+def to_diffusers(tensors, model):
     """Weights or gradients under diffusers' names; that both nets compute the same proves the map."""
     return {
         name: torch.cat([tensors[part.name][part.first :][: part.rows] for part in parts])
@@ -23,7 +18,7 @@ def to_diffusers(tensors: dict[str, Tensor], model: ModelConfig) -> dict[str, Te
     }
 
 
-def random_inputs(cfg: ModelConfig) -> dict[str, Tensor]:
+def random_inputs(cfg):
     """The net's arguments by name, in its order; of two samples."""
     generator = torch.Generator().manual_seed(1)
     shapes = ((cfg.image_tokens, cfg.packed_channels), (cfg.text_tokens, cfg.t5_dim), (cfg.clip_dim,))
@@ -31,7 +26,7 @@ def random_inputs(cfg: ModelConfig) -> dict[str, Tensor]:
     return dict(zip(INPUTS, [*tensors, torch.rand(2, generator=generator)], strict=True))
 
 
-def diffusers_twin(net: Flux) -> tuple[nn.Module, Callable[..., Tensor]]:
+def diffusers_twin(net):
     """diffusers' Flux with the weights of net, and its forward as a function of INPUTS."""
     with torch.device("meta"):
         twin = FluxTransformer2DModel.from_config(diffusers_config(net.cfg))
@@ -39,24 +34,24 @@ def diffusers_twin(net: Flux) -> tuple[nn.Module, Callable[..., Tensor]]:
     return twin, diffusers_forward(twin, net.cfg)
 
 
-def diffusers_forward(twin: nn.Module, cfg: ModelConfig) -> Callable[..., Tensor]:
+def diffusers_forward(twin, cfg):
     """The forward of diffusers' Flux as a function of INPUTS."""
     places = {
         "img_ids": image_positions(cfg.latent_height, cfg.latent_width).float(),
         "txt_ids": torch.zeros(cfg.text_tokens, 3),
     }
 
-    def forward(img: Tensor, txt: Tensor, clip: Tensor, t: Tensor) -> Tensor:
+    def forward(img, txt, clip, t):
         states = {"hidden_states": img, "encoder_hidden_states": txt, "pooled_projections": clip}
         return twin(**states, **places, timestep=t, return_dict=False)[0]  # it multiplies t by 1000 itself
 
     return forward
 
 
-def by_name(net: Flux) -> Callable[..., Tensor]:
+def by_name(net):
     """The net's forward as a function of INPUTS."""
     return lambda img, txt, clip, t: net(img, txt, clip, t)
 
 
-def relative_error(ours: Tensor, theirs: Tensor) -> float:
+def relative_error(ours, theirs):
     return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()

@@ -9,15 +9,12 @@ import torch
 import torch.distributed as dist
 from conftest import micro_config
 from lively_nets import lively_net, of_all, whole
-from torch import Tensor
 
 from flux_ref import config_file, ranks, schedule
 from flux_ref.checkpoint import Saver
-from flux_ref.config import Config
 from flux_ref.dataloader import synthetic
 from flux_ref.precision import blocks
-from flux_ref.precision.recipe import LowPrecisionRecipe, recipe_of
-from flux_ref.ranks import World
+from flux_ref.precision.recipe import recipe_of
 from flux_ref.sharding import reshard
 from flux_ref.trainer import Health, TrainState, train_step, validation_step
 
@@ -33,7 +30,7 @@ FP8_RUN = [
 ]
 
 
-def fp8_config(**values: object) -> Config:
+def fp8_config(**values):
     """The micro config with sizes that FP8 can have, and delayed scaling from the first step on."""
     fp8 = {
         "precision__preset": "fp8_delayed",
@@ -44,14 +41,12 @@ def fp8_config(**values: object) -> Config:
     return micro_config(**(SIZES | fp8 | {"train__global_batch": ROWS} | values))
 
 
-def lively_state(cfg: Config, world: World) -> TrainState:
+def lively_state(cfg, world):
     recipe = recipe_of(cfg)
     return TrainState(lively_net(cfg, world, recipe), cfg, world)
 
 
-def steps(
-    state: TrainState, cfg: Config, world: World, count: int = STEPS, norms: list[float] | None = None
-) -> list[float]:
+def steps(state, cfg, world, count=STEPS, norms=None):
     """Training steps on this rank's part of one synthetic batch: the losses over all ranks. norms: filled."""
     rows = ROWS // world.size
     part = slice(world.rank * rows, (world.rank + 1) * rows)
@@ -68,7 +63,7 @@ def steps(
     return losses
 
 
-def validated(state: TrainState, cfg: Config) -> Tensor:
+def validated(state, cfg):
     """The sums of a validation step on two samples."""
     sums = torch.zeros(2, schedule.TIMESTEPS, dtype=torch.float64)
     validation_step(state.net, synthetic(cfg.model, 2), sums, cfg)
@@ -90,19 +85,19 @@ GATHERS = {  # ways to gather the same weights, by the number of ranks
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # of older torch
 
 
-def gathered(cfg: Config, world: World) -> tuple[dict[str, Tensor], int]:
+def gathered(cfg, world):
     """What training and validation compute, and the bytes of their gathers."""
     sent = []
     plain = getattr(dist, GATHER)
     with mock.patch.object(dist, GATHER, lambda out, *a, **k: (sent.append(out.nbytes), plain(out, *a, **k))[1]):
         state = lively_state(cfg, world)
-        losses = steps(state, cfg, world)
+        losses = steps(state, cfg, world, count=2)
         figures = {"sums": validated(state, cfg), "losses": torch.tensor(losses), "history": state.recipe.history}
     reshard(state.net)
     return figures | whole(state.net), sum(sent)
 
 
-def gathers(cfg: Config, world: World) -> dict[str, tuple[list[bool], tuple[int, int]]]:
+def gathers(cfg, world):
     """By way: whether gathers in FP8 and in bf16 give equal bits on every rank, and their bytes."""
     found = {}
     for name, values in GATHERS[world.size].items():
@@ -112,7 +107,7 @@ def gathers(cfg: Config, world: World) -> dict[str, tuple[list[bool], tuple[int,
     return found
 
 
-def one_nan(precision: LowPrecisionRecipe, world: World) -> list[bool]:
+def one_nan(precision, world):
     """On every rank: whether a NaN of one tensor on the last rank stops the history of this tensor alone."""
     for number, amax in enumerate(precision.amaxes):
         amax.fill_(math.nan if number == 3 and world.rank == world.size - 1 else 7.0 + world.rank)
@@ -124,13 +119,13 @@ def one_nan(precision: LowPrecisionRecipe, world: World) -> list[bool]:
 BLOCKS = {"model__hidden": 96, "model__rope_axes": (16, 8, 8), "precision__preset": "mxfp6_fp4"}  # sizes of MX's blocks
 
 
-def rounding(world: World, micro: int) -> list[tuple[int, ...]]:
+def rounding(world, micro):
     """What two steps round with, over all ranks: (step, number, place of a sample's or weight's first element, crc)."""
     cfg = fp8_config(**BLOCKS, train__micro_batch=micro)
     drawn = set()
     plain = blocks.chances
 
-    def noted(place: Tensor, like: Tensor) -> Tensor:
+    def noted(place, like):
         found = plain(place, like)
         _, step, number, first = place.tolist()
         for part in found.chunk(1 if number % 3 == blocks.WEIGHT else micro):
@@ -143,7 +138,7 @@ def rounding(world: World, micro: int) -> list[tuple[int, ...]]:
     return sorted(set().union(*of_all(drawn)))
 
 
-def saved_now(state: TrainState, cfg: Config, world: World) -> None:
+def saved_now(state, cfg, world):
     """Save a checkpoint and wait for it."""
     Path(cfg.run.dir).mkdir(exist_ok=True)
     saver = Saver(cfg, world, state, FACTS, lambda line: None)
@@ -151,7 +146,7 @@ def saved_now(state: TrainState, cfg: Config, world: World) -> None:
     saver.finish()
 
 
-def measure(world: World, folder: Path) -> dict:
+def measure(world, folder):
     """FP8 on several ranks. folder: receives a run with one checkpoint."""
     cfg = fp8_config(run__dir=str(folder))
     state = lively_state(cfg, world)

@@ -7,7 +7,6 @@ findings. With 4 ranks the world is HSDP, 2 replicas x 2 shards.
 import math
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import precision_ranks
@@ -20,11 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flux_ref import checkpoint, cli, config_file, ranks, schedule, sharding, weights
 from flux_ref.cli import Fault, Refusal
-from flux_ref.config import Config
 from flux_ref.dataloader import allocate, copy_next
 from flux_ref.evaluate import validation_loss
 from flux_ref.mlperf_log import BenchmarkLog
-from flux_ref.ranks import World
 from flux_ref.report import Reporter
 from flux_ref.trainer import Health, Trainer, TrainState, Validator, train_step
 
@@ -49,14 +46,14 @@ TIMEOUT_S = 240
 class Measured(dict):
     """The findings by number of ranks. One rank is this process, which must have no world yet."""
 
-    def __init__(self, data: Path, shared: Callable):
+    def __init__(self, data, shared):
         super().__init__()
         self.data, self.shared = data, shared
         for size in SIZES[:2]:
             self[size]
 
-    def __missing__(self, size: int) -> dict:
-        def measure(folder: Path) -> None:
+    def __missing__(self, size):
+        def measure(folder):
             folder.mkdir()
             if size == 1:
                 assert main(str(self.data), str(folder)) == 0
@@ -67,22 +64,22 @@ class Measured(dict):
         self[size] = torch.load(self.shared(f"{size}_ranks", measure) / "found.pt")
         return self[size]
 
-    def checkpoint(self, size: int) -> Path:
+    def checkpoint(self, size):
         """The checkpoint that so many ranks have written."""
         self[size]
         return checkpoint_of(self.data.parent / f"{size}_ranks")
 
 
-def checkpoint_of(run: Path) -> Path:
+def checkpoint_of(run):
     return checkpoint.list_checkpoints(run)[-1]
 
 
-def clipped_config(data: Path, **values: object) -> Config:
+def clipped_config(data, **values):
     """The micro config with clipping in effect and half of the captions dropped."""
     return micro_config(data, **(BASE | values))
 
 
-def initial(cfg: Config, world: World) -> dict:
+def initial(cfg, world):
     net = sharding.build(cfg, world, seed=cfg.train.seed)
     rows = {name: len(p.to_local()) for name, p in sharding.named_parameters(net).items()}
     return {"whole": whole(net), "rows": of_all(rows)}
@@ -98,7 +95,7 @@ class Gathers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
+def training(cfg, world, disturbed=False):
     """A few steps from lively weights. disturbed: after a warm-up, and with validations in between."""
     net = lively_net(cfg, world)
     state = TrainState(net, cfg, world)
@@ -132,7 +129,7 @@ def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
     }
 
 
-def validation(cfg: Config, world: World) -> dict:
+def validation(cfg, world):
     """Validation of lively weights, by the size of its batches."""
     net, found = lively_net(cfg, world), {}
     for rows in (8, 5):
@@ -143,7 +140,7 @@ def validation(cfg: Config, world: World) -> dict:
     return found
 
 
-def reporting(cfg: Config, world: World, folder: Path) -> dict:
+def reporting(cfg, world, folder):
     """What the reporter of every rank says after a NaN in the last rank's data of the second step."""
     folder = folder / "reporting"
     folder.mkdir(exist_ok=True)
@@ -168,7 +165,7 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     return found
 
 
-def loading_nan(cfg: Config, world: World, folder: Path) -> list[str]:
+def loading_nan(cfg, world, folder):
     """What `load_pretrained` raises on every rank when a NaN is in the rows of the last rank alone."""
     net, path = lively_net(cfg, world), folder / "nan.safetensors"
     tensors = whole(net)
@@ -183,7 +180,7 @@ def loading_nan(cfg: Config, world: World, folder: Path) -> list[str]:
     return of_all("")
 
 
-def main(data: str, out: str) -> int:
+def main(data, out):
     out, replicate = Path(out), 2 if os.environ.get("WORLD_SIZE") == "4" else 1
     cfg = clipped_config(Path(data), parallel__replicate=replicate)
     world = ranks.start(cfg.parallel)

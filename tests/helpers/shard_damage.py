@@ -2,21 +2,18 @@
 
 import tarfile
 from math import prod
-from pathlib import Path
 
 import numpy as np
 from conftest import MICRO
 
 from flux_ref import config_file, dataset
-from flux_ref.dataset import BLOCK, MEMBERS, NPY_HEADER, Arrays, Meta, SampleLayout, ShardSet
+from flux_ref.dataset import BLOCK, MEMBERS, NPY_HEADER, Meta, ShardSet
 
 LAYOUT = dataset.sample_layout(config_file.load(MICRO).model)
 NAN = 0x7FC0  # as bf16 bits
 
 
-def samples(
-    count: int, seed: int = 0, timesteps: bool = True, layout: SampleLayout = LAYOUT, prefix: str = "some"
-) -> list[tuple[Meta, Arrays]]:
+def samples(count, seed=0, timesteps=True, layout=LAYOUT, prefix="some"):
     """Random samples. prefix: begins each key."""
     rng = np.random.default_rng(seed)
     found = []
@@ -26,12 +23,12 @@ def samples(
     return found
 
 
-def write(folder: Path, written: list[tuple[Meta, Arrays]], per_shard: int = 3) -> None:
+def write(folder, written, per_shard=3):
     for number, first in enumerate(range(0, len(written), per_shard)):
         dataset.write(dataset.shard_path(folder, number), written[first : first + per_shard])
 
 
-def write_set(root: Path, train: int, val: int) -> None:
+def write_set(root, train, val):
     """train/ and val/ of so many samples, three in a shard, and empty_encodings/."""
     write(root / "train", samples(train, 0, False, prefix="train"))
     write(root / "val", samples(val, 1, prefix="val"))
@@ -39,17 +36,17 @@ def write_set(root: Path, train: int, val: int) -> None:
     dataset.write_empty(root / "empty_encodings", ones)
 
 
-def blob_bytes(member: str) -> int:
+def blob_bytes(member):
     return NPY_HEADER + 2 * prod(LAYOUT.shapes[member])
 
 
-def opened(folder: str | Path, layout: SampleLayout = LAYOUT) -> ShardSet:
+def opened(folder, layout=LAYOUT):
     stored = ShardSet(folder, layout)
     stored.open()
     return stored
 
 
-def position(member: str, sample: int = 1) -> int:
+def position(member, sample=1):
     """Where the tar header of a member begins within its shard. Its content begins BLOCK behind."""
     before = MEMBERS[: MEMBERS.index(member)] if member in MEMBERS else ()
     sizes = [1, *(blob_bytes(name) for name in before)]  # the json fills one block
@@ -57,13 +54,13 @@ def position(member: str, sample: int = 1) -> int:
     return sample * LAYOUT.stride + (begins if member in MEMBERS else 0)
 
 
-def overwrite(path: Path, offset: int, content: bytes) -> None:
+def overwrite(path, offset, content):
     with path.open("r+b") as file:
         file.seek(offset)
         file.write(content)
 
 
-def overwrite_header(path: Path, member: str, **values: object) -> None:
+def overwrite_header(path, member, **values):
     """Change attributes of the tarfile.TarInfo of a member of sample 1, such as size; the checksum stays sound."""
     begin = position(member)
     entry = tarfile.TarInfo.frombuf(path.read_bytes()[begin : begin + BLOCK], "utf-8", "strict")
@@ -72,18 +69,18 @@ def overwrite_header(path: Path, member: str, **values: object) -> None:
     overwrite(path, begin, entry.tobuf(tarfile.USTAR_FORMAT))
 
 
-def overwrite_json(path: Path, text: str) -> None:
+def overwrite_json(path, text):
     """Replace the json of sample 1, with the size in its tar header."""
     encoded = text.encode("utf-8", "surrogateescape")
     overwrite_header(path, "json", size=len(encoded))
     overwrite(path, position("json") + BLOCK, encoded.ljust(BLOCK, b"\0"))
 
 
-def overwrite_value(path: Path, member: str, bits: int, place: int = 0, sample: int = 1) -> None:
+def overwrite_value(path, member, bits, place=0, sample=1):
     """Set one value of a member to bf16 bits."""
     overwrite(path, position(member, sample) + BLOCK + NPY_HEADER + 2 * place, np.array(bits, "<u2").tobytes())
 
 
-def put_nan(folder: Path, split: str, sample: int) -> None:
+def put_nan(folder, split, sample):
     """Make the first value of a sample's T5 encoding NaN, in the first shard of a split."""
     overwrite_value(folder / split / "shard_000000.tar", "t5", NAN, sample=sample)

@@ -15,8 +15,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 from killing import environments, send
 
@@ -52,11 +50,11 @@ JobAcctGatherType=jobacct_gather/none
 """
 
 
-def daemon(name: str) -> str | None:
+def daemon(name):
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
-def address() -> str:
+def address():
     """An address of this machine that is not the loopback's, if it has one."""
     words = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
     return next((word for word in words if ":" not in word), "127.0.0.1")
@@ -65,14 +63,14 @@ def address() -> str:
 class Cluster:
     """The cluster; commands are run with its configuration."""
 
-    def __init__(self, folder: Path, nodes: list[str]):
+    def __init__(self, folder, nodes):
         self.folder, self.nodes = folder, nodes
         self.disk = folder / "disk"
         self.conf = {"SLURM_CONF": str(folder / "slurm.conf")}
         self.env = os.environ | self.conf
-        self.daemons: dict[str, subprocess.Popen] = {}
+        self.daemons = {}
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self):
         (self.folder / "state").mkdir(parents=True)
         self.disk.mkdir()
         key = self.folder / "munge.key"
@@ -101,23 +99,23 @@ class Cluster:
             raise
         return self
 
-    def _start(self, key: str, *command: str) -> None:
+    def _start(self, key, *command):
         with (self.folder / f"{key}.out").open("ab") as output:
             self.daemons[key] = subprocess.Popen(
                 command, env=self.env | {"DAEMON_OF": key}, stdout=output, stderr=output, start_new_session=True
             )
 
-    def start_node(self, node: str) -> None:
+    def start_node(self, node):
         own = self.folder / f"disk_{node}"
         own.mkdir(exist_ok=True)
         mounted = f'mount --bind {own} {self.disk}; exec "$@"'
         self._start(node, "unshare", "-m", "bash", "-c", mounted, "-", daemon("slurmd"), "-D", "-N", node)
         self.until_idle(node)
 
-    def until_idle(self, node: str) -> None:
+    def until_idle(self, node):
         self.until(lambda: self.run("sinfo", "-hNn", node, "-o", "%t", check=False) == "idle\n")
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_):
         """End everything: the jobs, the daemons and what they have started."""
         for process in reversed(self.daemons.values()):
             process.terminate()
@@ -130,27 +128,27 @@ class Cluster:
             time.sleep(0.1)
         assert not left, f"processes outlive the cluster: {left}"
 
-    def processes(self, **having: str) -> dict[int, dict[str, str]]:
+    def processes(self, **having):
         """The processes of this cluster, daemons and jobs, with these environment variables: {process: environment}."""
         return environments(self.conf | having)
 
-    def kill_node(self, node: str) -> None:
+    def kill_node(self, node):
         """What a power cut does: slurmd, its steps and all they have started are gone at once."""
         for pid in (*self.processes(DAEMON_OF=node), *self.processes(SLURMD_NODENAME=node)):
             send(pid, signal.SIGKILL)
         self.daemons.pop(node).wait()
 
-    def run(self, *command: str, check: bool = True, **more: str) -> str:
+    def run(self, *command, check=True, **more):
         """The output of a command of Slurm."""
         done = subprocess.run(command, env=self.env | more, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0 or not check, f"{command}: {done.stderr}"
         return done.stdout
 
-    def job(self, number: int) -> dict[str, str]:
+    def job(self, number):
         """What scontrol says about a job."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", str(number))))
 
-    def until(self, condition: Callable[[], object], timeout: float = 60, what: Callable[[], str] = str) -> None:
+    def until(self, condition, timeout=60, what=str):
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, f"after {timeout} s: {what()}"

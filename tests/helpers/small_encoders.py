@@ -1,7 +1,6 @@
 """A small FLUX.1 of random weights in the layout of FLUX.1-schnell's repository."""
 
 import re
-from pathlib import Path
 
 import torch
 from conftest import MICRO
@@ -10,7 +9,6 @@ from lively_nets import plain_net
 from peer_net import diffusers_twin
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from flux_ref import config_file
@@ -35,7 +33,7 @@ PARTS = {
 }
 
 
-def bfl_tensors(net: nn.Module) -> dict[str, Tensor]:
+def bfl_tensors(net):
     """Weights as ae.safetensors has them: the decoder's levels from the pixels, attention as 1 x 1 convolutions."""
     tensors = {}
     for name, tensor in net.state_dict().items():
@@ -47,7 +45,7 @@ def bfl_tensors(net: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def tokenizer(template: str, tokens: int) -> PreTrainedTokenizerFast:
+def tokenizer(template, tokens):
     """One word, one token. template: where the caption, $A, stands between the special tokens."""
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -57,7 +55,7 @@ def tokenizer(template: str, tokens: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=tokens, **special)
 
 
-def save_repository(folder: Path) -> Path:
+def save_repository(folder):
     """For the micro model. encoders.VAE has CHANNELS meanwhile."""
     cfg = config_file.load(MICRO)
     torch.manual_seed(0)

@@ -11,7 +11,6 @@ Not seen are kernels, memory in bytes, times, and the order between streams.
 """
 
 import contextlib
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -20,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flux_ref import graphs, ranks, sharding
-from flux_ref.trainer import Trainer
 
 READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero")
 CPU = torch.device("cpu")
-LIVE: set["Graph"] = set()
+LIVE = set()
 ROOM = 1000
 
 
@@ -33,7 +31,7 @@ class Log(list):
 
     broken_at = None  # of the training replay that raises, counted from 0
 
-    def __call__(self, what: str, then: Callable = lambda *args: None) -> Callable:
+    def __call__(self, what, then=lambda *args: None):
         """A function that first writes down `what`."""
 
         def noted(*args, **kwargs):
@@ -51,7 +49,7 @@ class NoWaits(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.before = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
@@ -67,7 +65,7 @@ class NoWaits(TorchDispatchMode):
                 self.before.setdefault(storage._cdata, (storage, storage.clone()))
         return func(*args, **kwargs)
 
-    def take_back(self) -> None:
+    def take_back(self):
         """Undo every change."""
         for storage, old in self.before.values():
             if storage.nbytes() == old.nbytes():  # FSDP2 has freed the rest
@@ -77,13 +75,13 @@ class NoWaits(TorchDispatchMode):
 class Capture(contextlib.AbstractContextManager):
     """For torch.cuda.graph."""
 
-    def __init__(self, graph: object, pool: object, stream: object, capture_error_mode: str):
+    def __init__(self, graph, pool, stream, capture_error_mode):
         self.mode = NoWaits()
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self.mode.__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self.mode.__exit__(*error)
         self.mode.take_back()
 
@@ -94,14 +92,14 @@ class Graph:
     It takes a byte of memory until it is reset.
     """
 
-    def __init__(self, work: Callable[[], None], steps: Trainer | None):
+    def __init__(self, work, steps):
         self.work = work
         self.kind = kind_of(work)
         self.steps = steps  # None: any work, not a step's
         self.places = places(self.steps) if self.steps else []
         LIVE.add(self)
 
-    def replay(self) -> None:
+    def replay(self):
         if LOG.broken_at == LOG.count("replay train") and self.kind == "train":
             raise RuntimeError("an error of the device")
         LOG.append(f"replay {self.kind}")
@@ -112,12 +110,12 @@ class Graph:
         self.work()
         sharding.reshard(self.steps.state.net)
 
-    def reset(self) -> None:
+    def reset(self):
         LOG.append("reset")
         LIVE.discard(self)
 
 
-def places(steps: Trainer) -> list[int]:
+def places(steps):
     """The addresses of all that a step reads and writes."""
     opt = steps.state.opt
     own = (
@@ -133,7 +131,7 @@ def places(steps: Trainer) -> list[int]:
     return [tensor.data_ptr() for tensor in (*own, *kept, *moments, *remembered)]
 
 
-def kind_of(work: Callable[[], None]) -> str:
+def kind_of(work):
     """train or validate, for the steps of a trainer."""
     name = getattr(work, "func", work).__name__
     return {"train_step": "train", "validation_step": "validate"}.get(name, name.strip("_"))
@@ -142,7 +140,7 @@ def kind_of(work: Callable[[], None]) -> str:
 class Recorder(graphs.Recorder):
     """The real recorder, on stand-ins for torch.cuda. What it returns runs the captured work anew."""
 
-    def capture(self, work: Callable[[], None]) -> Graph:
+    def capture(self, work):
         LOG.append(f"capture {kind_of(work)}")
         steps = getattr(self, "steps", None)
         if steps is None or not steps.cfg.compute.compile:  # compiled code refuses to run under another mode
@@ -150,20 +148,20 @@ class Recorder(graphs.Recorder):
         return Graph(work, steps)
 
 
-def install(replace: Callable[[object, str, object], object] = setattr) -> None:
+def install(replace=setattr):
     """Let the CPU answer. replace: as monkeypatch.setattr. torch itself still finds no accelerator."""
     cuda, accelerator = torch.cuda, torch.accelerator
     stream = SimpleNamespace(wait_stream=lambda stream: None)
     modes = contextlib.ExitStack()
 
-    def set_sync_debug_mode(name: str) -> None:
+    def set_sync_debug_mode(name):
         modes.close()
         if name == "error":
             modes.enter_context(NoWaits())
 
     made = graphs.CapturedTrainer.__init__
 
-    def init(steps: graphs.CapturedTrainer, *args: object) -> None:
+    def init(steps, *args):
         made(steps, *args)
         steps.recorder.steps = steps
 

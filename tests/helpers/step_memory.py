@@ -42,14 +42,14 @@ CONFIG = ROOT / "configs" / "schnell_gbs512.toml"
 STEPS = 3
 
 
-def overrides(name: str) -> list[str]:
+def overrides(name):
     """The overrides of a case. The global batch is one micro-batch per rank, or two if accumulated."""
     ranks, micro, options = CASES[name]
     batch = ranks * micro * (2 if "accumulated" in name else 1)
     return [*SMALL.split(), *options.split(), f"--train.micro_batch={micro}", f"--train.global_batch={batch}"]
 
 
-def predicted(name: str) -> float:
+def predicted(name):
     """Bytes of the plan."""
     count = CASES[name][0]
     cfg = config_file.load(CONFIG, overrides(name))
@@ -58,7 +58,7 @@ def predicted(name: str) -> float:
     return memory.fullest(cfg, layout, traced).total
 
 
-def main(name: str, out: str) -> int:
+def main(name, out):
     """One rank of a case: warm-up and STEPS steps, the profiler watching. Rank 0 writes the most bytes of any rank."""
     cfg = config_file.load(CONFIG, overrides(name))
     world = ranks.start(cfg.parallel)
@@ -75,7 +75,7 @@ def main(name: str, out: str) -> int:
     return 0
 
 
-def peaks(profiler: profile) -> list[int]:
+def peaks(profiler):
     """The most bytes that torch's allocator had handed out at a time, in each step that is marked STEP.
 
     The profiler does not hear of what other threads free. Memory that is handed out a second time was free, and nothing
@@ -108,7 +108,7 @@ def peaks(profiler: profile) -> list[int]:
     return found
 
 
-def tensor_bytes(cfg: config.Config, world: ranks.World) -> int:
+def tensor_bytes(cfg, world):
     """The most bytes of a rank's tensors in an eager step of an optimizer that has its moments, on a CPU."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         state = TrainState(sharding.build(cfg, world, None, recipe_of(cfg)), cfg, world)
@@ -120,7 +120,7 @@ def tensor_bytes(cfg: config.Config, world: ranks.World) -> int:
     return peaks(profiler)[1]
 
 
-def error(name: str, folder: Path) -> float:
+def error(name, folder):
     """The plan's error for a case, relative to what its ranks measure."""
     out = folder / "bytes"
     done = script("tests/helpers/step_memory.py", name, out, ranks=CASES[name][0], timeout=600)

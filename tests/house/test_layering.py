@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections.abc import Iterator
 
 from conftest import ROOT
 
@@ -24,7 +23,7 @@ UNSAFE = re.compile(
 )
 
 
-def named(path) -> str:
+def named(path):
     """A module's dotted name; those of flux_ref lack its name."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("flux_ref.")
 
@@ -36,7 +35,7 @@ TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
 CORE = [module for module in FILES if not module.startswith("tools.")]
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+def imported(tree):
     """Dotted names of everything imported in a tree, `from a import b` as a.b."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -46,29 +45,29 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def own_imports(tree: ast.AST) -> set[str]:
+def own_imports(tree):
     """The modules of flux_ref and tools among them."""
     names = {name.removeprefix("flux_ref.") for name in imported(tree) if name.startswith(("flux_ref.", "tools."))}
     return {name if name in FILES else name.rpartition(".")[0] for name in names} & FILES.keys()
 
 
-def first_imports(tree: ast.Module) -> set[str]:
+def first_imports(tree):
     """Those that are imported at the head of the file."""
     return own_imports(ast.Module([node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]))
 
 
-def room(module: str) -> str:
+def room(module):
     """The folder of a module; "" for the core."""
     return module.rpartition(".")[0]
 
 
-def command(module: str) -> str:
+def command(module):
     """The command of tools/ that a module belongs to, as tools.NAME; "" for flux_ref and for what commands share."""
     name = ".".join(module.split(".")[:2])
     return name if name.startswith("tools.") and name not in SHARED else ""
 
 
-def forbidden(module: str, other: str) -> bool:
+def forbidden(module, other):
     """Whether the rule of the house forbids a module to import another at its head."""
     if command(other):
         return command(module) != command(other)

@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
 from fnmatch import filter as matching
 
 from conftest import ROOT
@@ -24,7 +23,7 @@ FOREIGN = re.compile(
 PATH = re.compile(r"(?<![\w/.-])(?:launch|bench|configs|docs|examples|tests|tools|flux_ref)/[\w/.*]+\w")
 
 
-def lost_links(page) -> list[str]:
+def lost_links(page):
     """Links of a page to files or sections that do not exist; anchors are made as GitHub makes them."""
     lost = []
     for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
@@ -38,7 +37,7 @@ def lost_links(page) -> list[str]:
     return lost
 
 
-def lost_names(page) -> list[str]:
+def lost_names(page):
     """Files and modules that a page names and that do not exist. A word in capitals stands for any."""
     text = page.read_text()
     modules = re.findall(r"python3? -m ((?:flux_ref|tools|bench|examples)[\w.]*)", text)
@@ -54,7 +53,7 @@ def test_pages_name_files_modules_and_sections_that_exist():
     assert {name: lost for name, lost in missing.items() if lost} == {}
 
 
-def defined(tree: ast.Module | ast.ClassDef) -> Iterator[str]:
+def defined(tree):
     """What a module or a class defines; of a class in it also Class.member."""
     for node in tree.body:
         targets = getattr(node, "targets", [getattr(node, "target", node)])
@@ -63,7 +62,7 @@ def defined(tree: ast.Module | ast.ClassDef) -> Iterator[str]:
             yield from (f"{node.name}.{name}" for name in defined(node))
 
 
-def known_names() -> set[str]:
+def known_names():
     """Every section.key and module.name, also without the module's folder; files; golden values and weights."""
     modules = {f"{module.rpartition('.')[2]}.{name}" for module, tree in TREES.items() for name in defined(tree)}
     golden = json.loads((ROOT / "tests/golden/index.json").read_text())["values"]
@@ -79,7 +78,7 @@ def known_names() -> set[str]:
     }
 
 
-def lost_words(text: str, known: set[str]) -> list[str]:
+def lost_words(text, known):
     """Dotted names in backticks, keys after two dashes and files of Python that do not exist."""
     names = re.findall(r"`(?:--)?([A-Za-z]\w*(?:\.[\w*]+)+)(?: ?=[^`]*|\(\))?`", text)
     names += [name for name in re.findall(r" --(\w+\.\w+)", text) if name != "section.key"]
@@ -88,7 +87,7 @@ def lost_words(text: str, known: set[str]) -> list[str]:
     return [name for name in ours if not matching(known, name) and not matching(known, f"{name}.*")]
 
 
-def importable(name: str) -> bool:
+def importable(name):
     return name.startswith(("bench.", "tools.")) and bool(importlib.util.find_spec(name))
 
 

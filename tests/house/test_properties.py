@@ -9,7 +9,6 @@ import string
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -37,7 +36,7 @@ MODEL = config_file.load(MICRO).model
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 
-def examples(count: int) -> Callable:
+def examples(count):
     """The same examples each time, as many as a second or two takes."""
     return settings(
         max_examples=count,
@@ -48,13 +47,13 @@ def examples(count: int) -> Callable:
     )
 
 
-def told() -> suppress:
+def told():
     """What is not read is refused: `cli.complain` says it in one line. Each other exception ends the test."""
     return suppress(Refusal, Fault, BadSample)
 
 
 @contextmanager
-def file_of(content: bytes, name: str = "file") -> Iterator[Path]:
+def file_of(content, name="file"):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, name)
         path.write_bytes(content)
@@ -62,7 +61,7 @@ def file_of(content: bytes, name: str = "file") -> Iterator[Path]:
 
 
 @st.composite
-def damaged(draw: st.DrawFn, sound: bytes, head: int = 0) -> bytes:
+def damaged(draw, sound, head=0):
     """The bytes as they are, with other bytes, cuts and insertions, or none of them. head: where half of that lies."""
     kind = draw(st.sampled_from(["sound", "sound", "same length", "any length", "random"]))
     if kind == "random":
@@ -131,7 +130,7 @@ def test_the_weights_of_others(kinds, data):
 
 
 @pytest.fixture(scope="module")
-def shard(tmp_path_factory) -> bytes:
+def shard(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shard") / "set"
     shard_damage.write_set(folder, 3, 8)
     return (folder / "train" / "shard_000000.tar").read_bytes()
@@ -149,7 +148,7 @@ def test_a_shard(shard, data):
                 require_as_tarfile_reads(stored, index, content)
 
 
-def require_as_tarfile_reads(stored: dataset.ShardSet, index: int, content: bytes) -> None:
+def require_as_tarfile_reads(stored, index, content):
     rows = shard_damage.LAYOUT.arrays()
     meta = stored.read(index, rows)
     stride = shard_damage.LAYOUT.stride
@@ -164,7 +163,7 @@ def require_as_tarfile_reads(stored: dataset.ShardSet, index: int, content: byte
         assert (meta.timestep, meta.caption) == (said.get("timestep"), str(said.get("caption") or ""))
 
 
-def image(kind: str) -> bytes:
+def image(kind):
     stream = io.BytesIO()
     Image.linear_gradient("L").resize((70, 64)).convert("RGB").save(stream, kind)
     return stream.getvalue()
@@ -187,7 +186,7 @@ FILES = st.lists(
 )
 
 
-def collected(root: Path) -> list[str]:
+def collected(root):
     """The names of all pictures of a folder, after each is loaded."""
     found = []
     for part in pictures.split_into_parts(root, pictures.list_files(root), "caption", 2):
@@ -239,22 +238,16 @@ def test_a_tar_of_own_pictures(given_files, packed, is_sound, data):
             assert names <= found
 
 
+LISTS = {"metadata.jsonl": b'{"file_name": "a.png", "caption": "x"}\n', "metadata.csv": b"file_name,caption\na.png,x\n"}
+
+
 @examples(100)
-@given(st.lists(st.dictionaries(st.sampled_from(["file_name", "caption", "x"]), JSON), max_size=4), st.data())
-def test_metadata(rows, data):
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    table = "".join(",".join(map(str, row.values())) + "\n" for row in rows).encode("utf-8", "replace")
-    content = {
-        "metadata.jsonl": data.draw(st.just(lines) | damaged(b'{"file_name": "a.png", "caption": "x"}\n' * 2)),
-        "metadata.csv": data.draw(damaged(b"file_name,caption\na.png,x\nb.png,y\n" + table)),
-    }
-    name = data.draw(st.sampled_from([*content]))
-    with file_of(content[name], name) as path, told():
+@given(st.sampled_from([*LISTS]), st.lists(JSON, max_size=3), st.data())
+def test_metadata(name, captions, data):
+    rows = "".join(json.dumps({"file_name": "a.png", "caption": caption}) + "\n" for caption in captions)
+    with file_of(data.draw(damaged(LISTS[name] + rows.encode())), name) as path, told():
         (path.parent / "a.png").write_bytes(IMAGES["PNG"])
-        found = collected(path.parent)
-        assert found.count("a.png") >= 1
-        if content[name] == lines:
-            assert len([row for row in found if row != "a.png"]) <= len(rows) + 1
+        assert "a.png" in collected(path.parent)
 
 
 @examples(40)

@@ -15,7 +15,7 @@ LAUNCH = ROOT / "launch"
 HAS_RSYNC = pytest.mark.skipif(not shutil.which("rsync"), reason="no rsync: apt-get install rsync")
 
 
-def ran(script: str, *argv: object, **env: str) -> tuple[int, str]:
+def ran(script, *argv, **env):
     """The exit code of a script and what it prints."""
     command = [LAUNCH / script, *map(str, argv)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=300)

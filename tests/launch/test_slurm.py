@@ -34,7 +34,7 @@ def cluster(tmp_path_factory):
 class Job:
     """A job of launch/slurm.sbatch."""
 
-    def __init__(self, cluster: Cluster, folder: Path, data: Path, *overrides: str, **env: str):
+    def __init__(self, cluster, folder, data, *overrides, **env):
         self.cluster, self.results, self.log = cluster, folder / "results", folder / "job.log"
         own = {"GPUS_PER_NODE": "1", "RESULTS": str(self.results), "PREFLIGHT": "off", "SCORE": "off"}
         own |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -43,35 +43,35 @@ class Job:
         self.number = int(cluster.run(*command, **(own | env)))
 
     @property
-    def said(self) -> str:
+    def said(self):
         return self.log.read_text() if self.log.exists() else ""
 
-    def everything(self) -> str:
+    def everything(self):
         """What there is to see when a test fails."""
         logs = [f"== {path}\n{path.read_text()[-2000:]}" for path in sorted(self.results.glob("logs/*"))]
         return f"{self.cluster.job(self.number)}\n{self.said}\n" + "\n".join(logs)
 
-    def state(self) -> str:
+    def state(self):
         return self.cluster.job(self.number)["JobState"]
 
-    def until(self, condition, timeout: float = 150) -> None:
+    def until(self, condition, timeout=150):
         """Wait for something that comes before the job ends."""
         self.cluster.until(lambda: condition() or self.state() in ENDED, timeout, self.everything)
         assert condition(), self.everything()
 
-    def wait(self, state: str = "COMPLETED") -> str:
+    def wait(self, state="COMPLETED"):
         self.until(lambda: self.state() == state, timeout=300)
         return self.said
 
-    def trained(self) -> int:
+    def trained(self):
         return count(self.results / "run_0" / "metrics.jsonl")
 
-    def require_whole(self, steps: int, run: int = 0) -> None:
+    def require_whole(self, steps, run=0):
         """Every step was recorded once, in order, and the run has its end."""
         assert column(self.results / f"run_{run}", "step") == list(range(1, steps + 1))
         assert '"key": "run_stop"' in (self.results / f"result_{run}.txt").read_text()
 
-    def require_moved(self) -> None:
+    def require_moved(self):
         """The job went on without its second node, with the seed of its first start."""
         assert re.findall(r"start \d+: 2 nodes \((.*)\)", self.said) == ["n1 n2", "n1 n3"]
         assert count(self.results / "seeds.txt") == 1
@@ -83,7 +83,7 @@ def submit(cluster, shapes_dir, tmp_path):
     """Submits jobs and cancels what is left of them."""
     jobs = []
 
-    def start(*overrides: str, **more: str) -> Job:
+    def start(*overrides, **more):
         jobs.append(Job(cluster, tmp_path, shapes_dir, *overrides, **more))
         return jobs[-1]
 

@@ -9,7 +9,7 @@ from conftest import ROOT
 from other_values import with_another
 
 from flux_ref import config, config_file, mlperf_closed
-from flux_ref.config import Config, MllogConfig
+from flux_ref.config import MllogConfig
 from flux_ref.mlperf_closed import TRAIN_SAMPLES, VAL_SAMPLES
 from tools.report import score
 
@@ -19,17 +19,17 @@ SMOKE = CONFIGS["closed_smoke"]
 POINTS = SMOKE.with_name("closed_smoke_points.json")
 
 
-def load(path, *overrides: str) -> Config:
+def load(path, *overrides):
     return config_file.load(path, [f"--{override}" for override in overrides])
 
 
-def stripped(path, *keys: str) -> None:
+def stripped(path, *keys):
     """Take out entries, and let the run have succeeded."""
     lines = [line for line in path.read_text().splitlines() if not any(f'"key": "{key}"' in line for key in keys)]
     path.write_text("\n".join(lines).replace('"aborted"', '"success"') + "\n")
 
 
-def faults(path, ruleset: str = MllogConfig.ruleset) -> list[str]:
+def faults(path, ruleset=MllogConfig.ruleset):
     """What `report` and the official compliance checker say against a log."""
     (run,) = score.judge("log", [path], ruleset).runs
     return run.faults

@@ -7,23 +7,14 @@ from flux_ref import config_file, mlperf_closed
 BATCHES = (512, 1024, 2048, 2304, 4096)
 
 
-def benchmark(batch: int, **values):
+def benchmark(batch, **values):
     cfg = config_file.load(ROOT / "configs/schnell_gbs512.toml", [])
     return config_file.replace(cfg, train__global_batch=batch, **values)
 
 
-def warned(cfg, curve) -> list[int]:
+def warned(cfg, curve):
     """The evaluations at which the run is warned of."""
     return [i for i in range(len(curve)) if mlperf_closed.convergence_warning(cfg, curve[: i + 1])]
-
-
-def test_the_bands_of_all_batches_are_ordered_and_fall_to_the_target():
-    for batch in BATCHES:
-        samples, low, median, high = zip(*mlperf_closed.load_public_curve(batch))
-        assert list(samples) == sorted({*samples}) and samples[0] < 600_000
-        assert all(a <= b <= c for a, b, c in zip(low, median, high))
-        assert median[0] > 0.65 and 0.584 < median[-1] < 0.588
-    assert mlperf_closed.load_public_curve(511) == []
 
 
 def test_a_run_above_all_public_ones_is_warned_of():

@@ -13,7 +13,7 @@ from flux_ref import config_file
 PREFIX = ":::MLLOG "
 
 
-def write_log(path, cfg, loss=0.58, success=True) -> list[dict]:
+def write_log(path, cfg, loss=0.58, success=True):
     """The events of a log as a run of two evaluations writes it."""
     path.unlink(missing_ok=True)
     made_logs.ours(path, cfg, (0.7, loss), success=success)
@@ -26,7 +26,7 @@ def cfg():
     return config_file.load(ROOT / "configs" / "schnell_gbs512.toml", ["--train.global_batch=2304", "--train.seed=7"])
 
 
-def values_of(events: list[dict]) -> dict[str, object]:
+def values_of(events):
     return {event["key"]: event["value"] for event in events}
 
 

@@ -27,11 +27,11 @@ CPU = torch.device("cpu")
 PIXELS = (8 * MODEL.latent_height, 8 * MODEL.latent_width)
 
 
-def build(nets: Path, *overrides: str, dtype: torch.dtype = torch.float32) -> Encoders:
+def build(nets, *overrides, dtype=torch.float32):
     return Encoders(nets, config_file.load(MICRO, overrides).model, CPU, dtype)
 
 
-def values_of(bits: np.ndarray) -> torch.Tensor:
+def values_of(bits):
     return torch.from_numpy(dataset.from_bf16_bits(bits))
 
 
@@ -98,7 +98,7 @@ def draw(nets, monkeypatch, tmp_path, attempt):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
-    def call(*argv: object, code: int = 0) -> str:
+    def call(*argv, code=0):
         options = (f"--config={MICRO}", "--data.kind=embeddings", "--draw-only", "--steps=4", "--json")
         found, out, line = attempt(*argv, *options, name="eval.py")
         assert found == code, line
@@ -109,7 +109,7 @@ def draw(nets, monkeypatch, tmp_path, attempt):
 
 def test_prompts_give_the_pictures_of_diffusers_flux_pipeline(nets, draw, monkeypatch):
     """Of encodings that are rounded to bf16, as in a data set."""
-    prompts = ["a small red cat sits on the grass", "", "photo of two dogs"]
+    prompts = ["a small red cat sits on the grass", "", "photo of two dogs " * 40]  # cut to the encoders' lengths
     drawn = []
     monkeypatch.setattr(artist, "save", lambda pictures, captions, path: drawn.extend(pictures))
     draw(nets, *(f"--prompt={prompt}" for prompt in prompts), "--seed=7")

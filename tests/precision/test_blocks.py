@@ -1,12 +1,10 @@
 """A linear under a policy."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from fp8_net import low
 from functorch.compile import make_boxed_func
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor_config
 from torch._inductor import metrics
@@ -14,12 +12,11 @@ from torch._inductor import metrics
 from flux_ref.precision import blocks, policy
 from flux_ref.precision.blocks import RoundingKey
 from flux_ref.precision.formats import PRODUCTS, SIDES
-from flux_ref.precision.linear import PolicyLinear
 
 BATCH, ROWS, K, N = 6, 32, 64, 96
 
 
-def made(*rules: str, draws: tuple[int, ...] = (5, 9, 0, 3)) -> PolicyLinear:
+def made(*rules, draws=(5, 9, 0, 3)):
     """draws: seed, step, first sample and number of the linear."""
     torch.manual_seed(0)
     found = low(nn.Linear(K, N), "bf16", rules=rules)
@@ -27,7 +24,7 @@ def made(*rules: str, draws: tuple[int, ...] = (5, 9, 0, 3)) -> PolicyLinear:
     return found
 
 
-def inputs() -> tuple[Tensor, Tensor]:
+def inputs():
     """An input whose first row is 0, and a gradient."""
     generator = torch.Generator().manual_seed(1)
     spread = torch.exp2(torch.randint(-8, 8, (BATCH, ROWS, 1), generator=generator).float())
@@ -36,7 +33,7 @@ def inputs() -> tuple[Tensor, Tensor]:
     return x, (torch.randn(BATCH, ROWS, N, generator=generator) * 1e-6).bfloat16()
 
 
-def run(linear: nn.Module, x: Tensor, grad: Tensor, call: Callable = nn.Module.__call__) -> list[Tensor]:
+def run(linear, x, grad, call=nn.Module.__call__):
     """The output and the gradients of input, weight and bias."""
     x = x.clone().requires_grad_()
     out = call(linear, x)
@@ -69,7 +66,7 @@ def test_inductor_fuses_a_stochastic_cast_into_few_kernels_of_equal_bits():
     """The rounds of the draws are some hundred operations."""
     side = SIDES["mxfp4+h32+sr"]
 
-    def cast(x: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    def cast(x, place):
         return blocks.quantize(side, x, blocks.chances(place, x))[:2]
 
     metrics.reset()

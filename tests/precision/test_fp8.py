@@ -17,26 +17,25 @@ from conftest import called, micro_run, refusal, require_identical, trained
 from fp8_net import low
 from lively_nets import whole
 from precision_ranks import STEPS, fp8_config, lively_state, steps, validated
-from torch import Tensor, nn
+from torch import nn
 
 from flux_ref import checkpoint, config_file, sharding
 from flux_ref.checkpoint import Checkpoint, load
 from flux_ref.config import ModelConfig
-from flux_ref.model import Flux, SingleStreamBlock, parameter_table
+from flux_ref.model import SingleStreamBlock
 from flux_ref.precision import fp8
-from flux_ref.precision.linear import PolicyLinear, SplitSingleStreamBlock, convert
-from flux_ref.precision.policy import layers
+from flux_ref.precision.linear import PolicyLinear, SplitSingleStreamBlock
 from flux_ref.precision.recipe import LowPrecisionRecipe
 from flux_ref.trainer import Trainer
 
 ARCHS = ("cpu", "gfx942", "sm100")  # both families of formats, both rules of layout
 
 
-def randn(*shape: int, seed: int = 2) -> Tensor:
+def randn(*shape, seed=2):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def passed(net: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
+def passed(net, x, grad):
     """The output and the gradients of the input and of all parameters."""
     x = x.clone().requires_grad_()
     out = net(x)
@@ -71,7 +70,7 @@ def test_a_history_keeps_the_newest_magnitudes_and_sets_the_next_scale(world, mo
     taken = []
     cast = fp8.cast
 
-    def noted(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    def noted(x, scale, dtype):
         taken.append(float(scale))
         return cast(x, scale, dtype)
 
@@ -96,7 +95,7 @@ def test_a_block_in_parts_gives_the_bits_of_the_plain_one_in_every_layout():
     """Inputs and gradients in parts, with the largest magnitude in any part, dynamic and delayed."""
     model = ModelConfig(hidden=64, heads=2, rope_axes=(16, 8, 8))
 
-    def computed(in_parts: bool, arch: str, preset: str, seed: int) -> list[Tensor]:
+    def computed(in_parts, arch, preset, seed):
         torch.manual_seed(seed)
         block = SingleStreamBlock(model).bfloat16()
         linears = [low(one, preset, arch) for one in (block.linear1, block.linear2)]
@@ -135,27 +134,6 @@ def test_every_device_with_fp8_has_its_formats_and_layouts(monkeypatch):
     for name, hip, kind in (("sm103", None, "cuda"), ("gfx942", "6.4", "cuda"), ("cpu", None, "cpu")):
         monkeypatch.setattr(torch.version, "hip", hip)
         assert fp8.architecture(torch.device(kind)) == name
-
-
-def test_the_token_linears_of_schnell_and_nothing_else():
-    cfg = fp8_net.config("fp8")
-    with torch.device("meta"):
-        net = Flux(cfg.model)
-        convert(net, cfg, "cpu")
-    assert {name for name, module in net.named_modules() if isinstance(module, PolicyLinear)} == layers(
-        cfg.model
-    ).keys()
-    assert [name for name, _ in net.named_parameters()] == list(parameter_table(cfg.model)), "names and order are BFL's"
-
-
-def test_recomputing_a_block_changes_no_bit(world):
-    found = []
-    for recompute in ("none", "block"):
-        cfg = fp8_config(compute__activation_checkpointing=recompute)
-        state = lively_state(cfg, world)
-        steps(state, cfg, world, count=2)
-        found.append(whole(state.net) | {"history": state.recipe.history})
-    require_identical(*found)
 
 
 def test_validation_has_dynamic_scales_and_notes_nothing_and_bf16_may_be_asked_for(world):
@@ -232,8 +210,8 @@ def test_ranks_share_one_state_and_any_number_of_them_reads_it(measured, world):
     assert torch.equal(torch.tensor(state.recipe.scales), found["scales"][0])
     saved = Checkpoint(path)
     written = [rows for _, file in saved.files.values() for key, rows in file.items() if key.startswith("fp8.history.")]
-    assert [shape for key, shape in saved.shapes.items() if key.startswith("fp8.history.")] == [(2, 3)] * 22
-    assert written == [[0, 2]] * 22, "written once"
+    assert [shape for key, shape in saved.shapes.items() if key.startswith("fp8.history.")] == [(2, 3)] * 12
+    assert written == [[0, 2]] * 12, "written once"
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])  # 4: in 2 replicas

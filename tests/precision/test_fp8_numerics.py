@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 import torch
 from fp8_net import Net
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from flux_ref.precision import fp8
@@ -35,11 +34,11 @@ def test_sums_are_fp32s():
 
 
 @pytest.fixture
-def layouts(monkeypatch) -> list[bool]:
+def layouts(monkeypatch):
     """torch's product as a device would do it, on a CPU. Notes whether each was one of rows by columns."""
     found = []
 
-    def multiply(a: Tensor, b: Tensor, scale_a, scale_b, *, bias, out_dtype, use_fast_accum) -> Tensor:
+    def multiply(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
         found.append(a.stride(1) == 1 and b.stride(0) == 1)
         out = torch.mm(a.float(), b.float()) * scale_a * scale_b
         return (out if bias is None else out + bias.float()).to(out_dtype)

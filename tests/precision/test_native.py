@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 import torch
 from fp8_net import config
-from torch import Tensor
 from torch.nn.functional import SwizzleType, scaled_mm
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,7 +26,7 @@ PAIRS = [  # of every kernel
 ]
 
 
-def meant(codes: Tensor, scales: list[Tensor], swizzle: list[SwizzleType]) -> Tensor:
+def meant(codes, scales, swizzle):
     """What a side means to the device, fp32 (rows, S): torch decodes FP8, a table decodes FP4."""
     assert codes.is_contiguous() and all(scale.is_contiguous() for scale in scales)
     if codes.dtype != blocks.FP4:
@@ -48,11 +47,11 @@ def meant(codes: Tensor, scales: list[Tensor], swizzle: list[SwizzleType]) -> Te
 
 
 @pytest.fixture
-def seen(monkeypatch) -> list:
+def seen(monkeypatch):
     """The calls of a device, for which a CPU stands in, each with what its sides mean."""
     found = []
 
-    def multiply(*call, output_dtype) -> Tensor:
+    def multiply(*call, output_dtype):
         a, b, a_scales, _, b_scales, _, *swizzles = call
         sides = meant(a, a_scales, swizzles[0]), meant(b.t(), b_scales, swizzles[1])
         found.append((call, *sides))
@@ -62,7 +61,7 @@ def seen(monkeypatch) -> list:
     return found
 
 
-def tensors() -> tuple[Tensor, Tensor]:
+def tensors():
     """(M, K) and (N, K), with blocks of 1e-12 to 1e4, zeros of both signs, and blocks of zeros."""
     generator = torch.Generator().manual_seed(3)
     spread = torch.exp2(torch.randint(-40, 13, (M + N, K // 16), generator=generator).float())
@@ -72,17 +71,17 @@ def tensors() -> tuple[Tensor, Tensor]:
     return x[:M], x[M:]
 
 
-def decoded(side: str, x: Tensor) -> Tensor:
+def decoded(side, x):
     """What an emulated product multiplies."""
     values, whole = blocks.fake_quantize(SIDES[side], x)
     return values.float() if whole is None else values.float() * whole
 
 
-def multiplied(name: str, sides: tuple[str, str], x: Tensor, w: Tensor) -> Tensor:
+def multiplied(name, sides, x, w):
     return blocks.native(name, *(blocks.quantize(SIDES[side], one) for side, one in zip(sides, (x, w))))
 
 
-def torch_refuses(call: tuple) -> bool:
+def torch_refuses(call):
     """Whether torch's own rules speak against a call. torch 2.14 and later judge a CPU's tensors before the device."""
     try:
         scaled_mm(*call, output_dtype=torch.bfloat16)

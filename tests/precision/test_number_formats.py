@@ -6,7 +6,6 @@ from itertools import pairwise, product
 import ml_dtypes
 import numpy as np
 import torch
-from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3
 from torchao.prototype.mx_formats.kernels import unpack_uint4
@@ -25,23 +24,23 @@ FORMATS = {  # ml_dtypes' and torchao's names
 }
 
 
-def bits(x: Tensor) -> Tensor:
+def bits(x):
     """The bits of fp32 numbers; every NaN has the same."""
     return x.where(~x.isnan(), torch.nan).view(torch.int32)
 
 
-def decoded(codes: Tensor, kind: type) -> Tensor:
+def decoded(codes, kind):
     """What codes mean, by ml_dtypes."""
     return torch.from_numpy(codes.numpy().view(kind).astype(np.float32))
 
 
-def positive(kind: type) -> Tensor:
+def positive(kind):
     """All finite values from 0 on, ascending."""
     values = decoded(torch.arange(2 ** (ml_dtypes.finfo(kind).bits - 1), dtype=torch.uint8), kind)
     return values[values.isfinite()]
 
 
-def hard(kind: type) -> Tensor:
+def hard(kind):
     """All bf16 values, all values of a format, all ties between two of them, and the fp32 numbers beside the ties."""
     every_bf16 = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
     values = positive(kind)
@@ -51,7 +50,7 @@ def hard(kind: type) -> Tensor:
     return torch.cat((every_bf16, found, -found))
 
 
-def theirs(x: Tensor, kind: type) -> Tensor:
+def theirs(x, kind):
     """What ml_dtypes makes of fp32 numbers, saturated. NaN stays NaN, also where a format has none."""
     largest = positive(kind).max()
     with np.errstate(invalid="ignore"):
@@ -77,7 +76,7 @@ def test_torchs_casts_and_decoded_values_are_those_of_ml_dtypes():
             assert torch.equal(bits(found), bits(theirs(hard(kind) * scale, kind))), (name, scale)
 
 
-def mixed() -> Tensor:
+def mixed():
     """(96, 128) of all magnitudes that blocks of training have, with zeros, powers of two and tiny blocks."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(96, 128, generator=generator)
@@ -129,7 +128,7 @@ def test_a_block_of_any_shape_has_the_scale_of_its_values_in_a_row_and_one_that_
 def test_casts_by_powers_of_two_divide_by_nothing():
     """Triton's division is not correctly rounded: a scale would differ, and a code would be cut off."""
 
-    def codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    def codes(x):
         values, scales, _ = casts.quantize(x, E2M1, Scaling("rceil", 1, 32))
         return casts.fp4_codes(values), casts.scale_codes(scales)
 

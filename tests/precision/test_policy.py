@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT, refusal
 
 from flux_ref import config_file
-from flux_ref.config import Config, ModelConfig
+from flux_ref.config import ModelConfig
 from flux_ref.model import parameter_table
 from flux_ref.precision import policy
 from flux_ref.precision.formats import PRODUCTS, matmul_path, pair_text
@@ -23,7 +23,7 @@ TINY = config_file.replace(
 SCHNELL = ModelConfig()
 
 
-def tiny(**values: object) -> Config:
+def tiny(**values):
     """configs/tiny.toml in bf16 with these values of precision or of other keys."""
     return config_file.replace(TINY, **{key if "__" in key else f"precision__{key}": v for key, v in values.items()})
 
@@ -111,7 +111,7 @@ def test_what_cannot_be_is_refused_with_the_rule_or_the_product_and_the_remedy()
         ({"rules": ("* forward: bf16 x nvfp4+h32",)} | HIDDEN, "sum over 80 features, which 32 does not divide"),
     ]
 
-    def ready(values: dict) -> None:
+    def ready(values):
         recipe_of(tiny(**values)).require(30)
 
     found = [(refusal(ready, values), want) for values, want in cases]

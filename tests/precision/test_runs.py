@@ -6,11 +6,9 @@ import pytest
 from conftest import require_identical
 from lively_nets import whole
 from precision_ranks import ROWS, fp8_config, lively_state, rounding, saved_now, steps
-from torch import Tensor
 
 from flux_ref import checkpoint, config_file
 from flux_ref.checkpoint import load
-from flux_ref.trainer import TrainState
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
@@ -24,7 +22,7 @@ def test_runs_of_several_ranks_round_as_one_does_in_any_micro_batches(size, meas
     assert len({crc for *_, crc in alone}) == len(alone)
 
 
-def everything(state: TrainState) -> dict[str, Tensor]:
+def everything(state):
     """Weights, history, and the moments of a parameter."""
     return whole(state.net) | {"history": state.recipe.history, "moment": state.opt.states()["exp_avg"][0]}
 

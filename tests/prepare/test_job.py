@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from tools.prepare import common
 def test_an_error_of_one_thread_ends_the_others():
     finished = []
 
-    def task(item: int, advance: common.Advance) -> None:
+    def task(item, advance):
         if item:
             raise Fault("broken")
         for _ in range(500):
@@ -35,12 +34,12 @@ class Kill(BaseException):
     """The process ends here."""
 
 
-def is_killed(final: Path, point: int) -> bool:
+def is_killed(final, point):
     """Whether a command that makes a set ends before its change `point` of a name or folder. Nothing is done then."""
     changes = itertools.count()
 
-    def killing(real: Callable) -> Callable:
-        def call(*given: object, **named: object) -> object:
+    def killing(real):
+        def call(*given, **named):
             if next(changes) >= point:
                 raise Kill
             return real(*given, **named)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ TRAIN_1 = "train/shard_000001.tar"
 
 
 @pytest.fixture(scope="module")
-def micro(tmp_path_factory) -> str:
+def micro(tmp_path_factory):
     """A config with the micro model and no word on data."""
     path = tmp_path_factory.mktemp("config") / "micro.toml"
     path.write_text("\n".join(line for line in MICRO.read_text().splitlines() if not line.startswith("data.")))
@@ -34,16 +33,16 @@ def micro(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def root(tmp_path) -> Path:
+def root(tmp_path):
     write_set(tmp_path / "set", 8, 16)
     return tmp_path / "set"
 
 
 @pytest.fixture
-def run(micro, capsys) -> Callable[..., tuple[int, str]]:
+def run(micro, capsys):
     """Check a folder in this process: the exit code and what was said."""
 
-    def call(folder: Path, *args: str) -> tuple[int, str]:
+    def call(folder, *args):
         code = commands.main(["verify", str(folder), "--config", micro, *args])
         said = capsys.readouterr()
         return code, said.out + said.err
@@ -54,16 +53,16 @@ def run(micro, capsys) -> Callable[..., tuple[int, str]]:
 # Planting damage
 
 
-def say(timestep: int | None) -> Callable[[Path], None]:
+def say(timestep):
     """In the json of sample 1 of validation."""
     return lambda root: overwrite_json(root / "val/shard_000000.tar", json.dumps({"timestep": timestep}))
 
 
-def value(member: str, bits: int) -> Callable[[Path], None]:
+def value(member, bits):
     return lambda root: overwrite_value(root / TRAIN_0, member, bits)
 
 
-def zeros(member: str, sign: bytes) -> Callable[[Path], None]:
+def zeros(member, sign):
     content = sign * (blob_bytes(member) // 2 - NPY_HEADER // 2)
     return lambda root: overwrite(root / TRAIN_0, position(member) + BLOCK + NPY_HEADER, content)
 

@@ -27,12 +27,12 @@ MIDDLE = 20  # a sample that is neither the first nor the last of its shard, so 
 
 
 @pytest.fixture
-def dataset(shapes_dir, tmp_path) -> Path:
+def dataset(shapes_dir, tmp_path):
     """A data set of one's own, to damage."""
     return Path(shutil.copytree(shapes_dir, tmp_path / "set"))
 
 
-def has_words(line: str, *words: object) -> bool:
+def has_words(line, *words):
     return all(str(word) in line for word in words)
 
 
@@ -98,12 +98,6 @@ def test_damage_that_opening_finds_is_refused_and_damage_on_the_way_stops_the_ru
             assert not (dataset / "run" / "outcome.json").exists()
 
 
-def test_validation_that_lacks_a_time_is_refused_before_the_first_step(attempt, tmp_path):
-    code, _, line = attempt(*micro_run(tmp_path / "new", tmp_path / "run"), "--data.expected_val_samples=7")
-    assert code == 2 and has_words(line, f"data.val={tmp_path}/new/val", "no sample of the timesteps {7}"), line
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
 def test_an_evaluation_that_fails_loses_no_step(attempt, shapes_dir, dataset, tmp_path):
     """checkpoint.every_samples is 0 there."""
     again = micro_run(dataset, tmp_path / "run")
@@ -131,7 +125,6 @@ def test_a_finished_run_is_kept_and_what_does_not_fit_is_refused(attempt, shapes
     for name, argv, words in (
         ("train.py", again, [run, "run.dir", "run.start_fresh=true"]),
         ("eval.py", [run, "--model.double_blocks=3"], ["missing", "double_blocks.2."]),
-        ("eval.py", [run, "--eval.bacth=3"], ["eval.batch"]),
         ("eval.py", [tmp_path], [tmp_path, "give a run, a checkpoint"]),
     ):
         code, out, line = attempt(*argv, name=name)
@@ -193,7 +186,7 @@ def test_each_kind_of_error_is_one_line_and_a_code_and_a_defect_is_a_traceback(c
     )
     for error, code, line in cases:
 
-        def work(_: list[str], error: BaseException = error) -> int:
+        def work(_, error=error):
             raise error
 
         assert cli.run("x", work, []) == code
@@ -251,7 +244,7 @@ def test_a_command_ends_with_its_code_whatever_becomes_of_what_it_says(tmp_path)
 # Two ranks
 
 
-def met_by(rank: int) -> int:
+def met_by(rank):
     """A training sample that a rank of two meets first in step 1, and that opening does not meet."""
     order = rng.order(CFG.train.seed, 0, CFG.data.expected_train_samples)
     return next(int(order[p]) for p in dataloader.rank_slice(CFG, 1, rank, 2) if 0 < order[p] < 49)

@@ -1,8 +1,6 @@
 """README's first command and the compliance run, as a user types them. Each takes minutes."""
 
 import shutil
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,31 +12,28 @@ from run_files import column, event
 from flux_ref import mlperf_closed
 
 
-def pictures_of(path: Path) -> np.ndarray:
+def pictures_of(path):
     """The 18 pictures of a sheet, as (18, 160, 160, 3) in [-1, 1]."""
     pixels = np.asarray(Image.open(path), np.float32)[6:, 6:] / 127.5 - 1
     return np.stack([pixels[202 * row :, 166 * column :][:160, :160] for row in range(3) for column in range(6)])
 
 
-def sheets(folder: Path) -> list[Path]:
+def sheets(folder):
     """The sheets of pictures, oldest first."""
     return sorted((folder / "runs/tiny/samples").glob("0*.png"))
 
 
-def first_command(folder: Path, *overrides: str) -> list[float]:
+def first_command(folder, *overrides):
     """README's first command in a folder that holds the code alone, and eval.py after it.
 
     Returns the validation losses.
     """
     for name in ("train.py", "eval.py", "flux_ref", "configs"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, folder / name)
-    begin = time.perf_counter()
     done = script("train.py", *overrides, ranks=1, cwd=folder, timeout=900)
-    print(f"wall time {time.perf_counter() - begin:.0f} s")
     assert done.returncode == 0, done.stderr
     assert "967,040 parameters" in done.stdout  # what runs is said
     losses = column(folder / "runs/tiny", "val_loss", "eval.jsonl")
-    print(f"validation loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     assert len(list((folder / "runs/tiny/checkpoints").iterdir())) == len(losses) - 1  # all but the start
     assert (folder / "runs/tiny/samples/strip.png").exists() and sheets(folder)
     evaluated = script("eval.py", "runs/tiny", ranks=0, cwd=folder, timeout=300)

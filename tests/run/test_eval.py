@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import MICRO, called, data_overrides, micro_run, script
 from run_files import lines
 from safetensors.torch import load_file, save_file
@@ -24,17 +23,17 @@ FIGURES = ("samples", "val_loss", "val_loss_per_timestep", "count")
 CAPTION = "a small red circle at the middle"
 
 
-def figures(record: dict) -> dict:
+def figures(record):
     return {key: record[key] for key in FIGURES}
 
 
-def logged(run: Path) -> list[dict]:
+def logged(run):
     """What training found at each evaluation."""
     return [figures(record) for record in lines(run, "eval.jsonl")]
 
 
 @pytest.fixture(scope="module")
-def runs(shapes_dir, tmp_path_factory) -> tuple[Path, Path]:
+def runs(shapes_dir, tmp_path_factory):
     """A finished run with checkpoints of steps 2, 4, 5, and the same with an average of the weights."""
     folders = tmp_path_factory.mktemp("my runs") / "run", tmp_path_factory.mktemp("averaged") / "run"
     for folder, own in zip(folders, ([], ["--optim.ema_half_life=24"])):
@@ -43,13 +42,13 @@ def runs(shapes_dir, tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def run(runs) -> Path:
+def run(runs):
     """Tests only add pictures to it."""
     return runs[0]
 
 
 @pytest.fixture(scope="module")
-def exported(runs, tmp_path_factory) -> list[Path]:
+def exported(runs, tmp_path_factory):
     """The newest weights of both runs in both layouts."""
     folder = tmp_path_factory.mktemp("exported")
     for layout in ("bfl", "diffusers"):
@@ -68,7 +67,7 @@ def evaluate(attempt, monkeypatch, tmp_path, shapes_dir):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
-    def call(path: Path, *options: object, code: int = 0) -> str | list[dict]:
+    def call(path, *options, code=0):
         own = [] if (path / "config.toml").exists() else [f"--config={MICRO}", *data_overrides(shapes_dir)]
         found, out, line = attempt(path, *own, *options, name="eval.py")
         assert found == code and not (code and out), line
@@ -199,7 +198,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_replaced_by_the_newest
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     real = Checkpoint._rows
 
-    def strike(self: Checkpoint, *args: object) -> torch.Tensor:
+    def strike(self, *args):
         shutil.rmtree(newest, ignore_errors=True)
         return real(self, *args)
 

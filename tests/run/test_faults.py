@@ -9,9 +9,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from conftest import called, micro_run
@@ -28,13 +26,13 @@ SHORT = (  # 6 steps, evaluations after 3 and 6, a checkpoint after every second
 
 
 @pytest.fixture
-def trains(shapes_dir, attempt) -> Callable:
+def trains(shapes_dir, attempt):
     """trains(run) trains here; returns the exit code, stdout, and the line of what went wrong."""
     return lambda run: attempt(*micro_run(shapes_dir, run, *SHORT))
 
 
 @pytest.fixture(scope="module")
-def calm(shapes_dir, tmp_path_factory) -> Path:
+def calm(shapes_dir, tmp_path_factory):
     """A run that nothing has disturbed; tests must not change it."""
     folder = tmp_path_factory.mktemp("calm") / "run"
     assert called("train.py", *micro_run(shapes_dir, folder, *SHORT)) == 0
@@ -42,11 +40,11 @@ def calm(shapes_dir, tmp_path_factory) -> Path:
 
 
 @contextmanager
-def struck(step: int, act: Callable[[], object]) -> Iterator[None]:
+def struck(step, act):
     """In this block `act` is called after a step of a run."""
     stop_point = Watchdog.stop_point
 
-    def strike(alive: Watchdog, place: str) -> None:
+    def strike(alive, place):
         if place == f"the end of step {step}":
             act()
         stop_point(alive, place)
@@ -56,11 +54,11 @@ def struck(step: int, act: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-def refuse(name: str, real: Callable, after: int, times: int = 1, number: int = errno.ENOSPC) -> Callable:
+def refuse(name, real, after, times=1, number=errno.ENOSPC):
     """A stand-in for a function of a path. After so many calls for files of this name, it fails so many times."""
     calls = []
 
-    def stand_in(path: Path, *args: object, **kwargs: object) -> object:
+    def stand_in(path, *args, **kwargs):
         if path.name == name:
             calls.append(path)
             if after < len(calls) <= after + times:
@@ -106,7 +104,7 @@ def test_a_picture_that_cannot_be_written_ends_no_run(trains, calm, tmp_path, mo
 def test_checkpoints_that_are_removed_under_a_run_are_saved_anew(trains, calm, tmp_path):
     run = tmp_path / "run"
 
-    def remove() -> None:
+    def remove():
         for thread in threading.enumerate():
             if "(_save)" in thread.name:  # it would put files into the folder meanwhile
                 thread.join()

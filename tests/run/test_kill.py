@@ -20,14 +20,14 @@ from flux_ref.files import PARTIAL
 
 VICTIMS = ("one rank", "everything", "launcher")
 MOMENTS = ("save", "start-up", "step", "save")
-STEPS_PER_KILL = 20  # more than an attempt gets on, or the run would be over too soon
+KILLS, STEPS_PER_KILL = 50, 20  # more than an attempt gets on, or the run would be over too soon
 FIXED = (
     *("--model.double_blocks=1", "--model.single_blocks=1", "--train.log_every_samples=12", "--run.watchdog_s=10"),
     *("--eval.every_samples=84", "--checkpoint.every_samples=36"),
 )
 
 
-def wait_for(moment: str, job: Job, run: Path, rng: random.Random) -> None:
+def wait_for(moment, job, run, rng):
     """Wait for a moment of the next attempt."""
     trained = count(run / "metrics.jsonl")
     end = time.monotonic() + rng.uniform(0.2, 4.0)
@@ -43,24 +43,25 @@ def wait_for(moment: str, job: Job, run: Path, rng: random.Random) -> None:
     time.sleep(rng.uniform(0, 0.1 if moment == "save" else 0.02))
 
 
-def is_saving(run: Path) -> bool:
+def is_saving(run):
     """Whether a save is in flight, or was when those died who wrote it."""
     return any(not path.name.endswith(".deleted") for path in (run / "checkpoints").glob(".step_*"))
 
 
-def endure(data: Path, folder: Path, kills: int, seed: int) -> int:
-    """Kill a run so many times, and compare it with one that was left alone. Returns the kills amid a save."""
-    rng, run, calm, caught = random.Random(seed), folder / "run", folder / "calm", 0
-    argv = [f"--train.max_samples={12 * STEPS_PER_KILL * kills}", *FIXED]
+@pytest.mark.nightly
+@pytest.mark.timeout(2400)
+def test_a_run_that_is_killed_fifty_times_ends_like_one_that_was_left_alone(shapes_dir, tmp_path):
+    rng, run, calm, caught = random.Random(1), tmp_path / "run", tmp_path / "calm", 0
+    argv = [f"--train.max_samples={12 * STEPS_PER_KILL * KILLS}", *FIXED]
 
     with ExitStack() as stack:
 
-        def start(place: Path) -> Job:
-            own = micro_run(data, place, *argv)
+        def start(place):
+            own = micro_run(shapes_dir, place, *argv)
             return stack.enter_context(Job(Path(f"{place}.log"), "train.py", *own, restarts=1000))
 
         job = start(run)
-        for number in range(kills):
+        for number in range(KILLS):
             wait_for(MOMENTS[number % len(MOMENTS)], job, run, rng)
             victim = VICTIMS[number % len(VICTIMS)]
             job.until(lambda is_one=victim == "one rank", job=job: len(job.ranks()) == 2 or not is_one)
@@ -83,11 +84,4 @@ def endure(data: Path, folder: Path, kills: int, seed: int) -> int:
         every = ([path.name for path in place.glob(places)] for place in (run, calm))
         names = [sorted(name for name in found if not name.endswith(PARTIAL)) for found in every]  # see the guide
         assert names[0] == names[1]
-    return caught
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(2400)
-def test_a_run_that_is_killed_fifty_times_ends_like_one_that_was_left_alone(shapes_dir, tmp_path):
-    caught = endure(shapes_dir, tmp_path, kills=50, seed=1)
     assert caught > 5, "of 25 kills that wait for a save; some saves end first"

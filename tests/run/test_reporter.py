@@ -77,7 +77,7 @@ def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_
     argv = micro_run(shapes_dir, run, *own, "--checkpoint.every_samples=36")
     stop_point = Watchdog.stop_point
 
-    def struck(self, place: str) -> None:
+    def struck(self, place):
         stop_point(self, place)
         if place == "the end of step 4":  # after the evaluation at the checkpoint, which is repeated
             raise Fault("struck")

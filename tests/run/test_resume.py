@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import conftest
@@ -27,13 +26,13 @@ SHORT = (  # 12 steps, evaluations after 4, 8 and 12, a checkpoint after every s
 )
 
 
-def called(folder: Path, data: Path, *overrides: object) -> int:
+def called(folder, data, *overrides):
     """The exit code of a short run by train.py inside this process."""
     return conftest.called("train.py", *micro_run(data, folder, *SHORT, *overrides))
 
 
 @pytest.fixture(scope="module")
-def whole(shapes_dir, tmp_path_factory) -> Path:
+def whole(shapes_dir, tmp_path_factory):
     """A run of 12 steps by this process that nothing has interrupted; tests must not change it."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     assert called(folder, shapes_dir) == 0
@@ -41,18 +40,20 @@ def whole(shapes_dir, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> Path:
+def two_ranks(tmp_path_factory):
     """The folder of a LONG run by 2 ranks that made its data: data, run and records. Tests must not change it."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    code, said = killing.launch(folder, folder / "data")
-    assert code == 0, said[-4000:]
+    (folder / "records").mkdir()
+    argv = micro_run(folder / "data", folder / "run", *killing.LONG)
+    done = conftest.script("tests/helpers/killing.py", folder / "records", *argv, ranks=2)
+    assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
 
 # Any number of ranks
 
 
-def require_alike(run: Path, other: Path) -> None:
+def require_alike(run, other):
     """The same records up to the rounding of sums, and the same weights."""
     found, want = what_counts(run), what_counts(other)
     for name, keys in (("metrics.jsonl", ("loss", "grad_norm")), ("eval.jsonl", ("val_loss", "val_loss_per_timestep"))):
@@ -108,10 +109,10 @@ def test_a_signal_to_one_rank_stops_all_and_any_number_of_ranks_goes_on(shapes_d
 
 
 @pytest.fixture
-def broken_off(whole, tmp_path) -> Callable:
+def broken_off(whole, tmp_path):
     """broken_off(step) gives a copy of the whole run as it would be, had it broken off after a checkpoint."""
 
-    def make(step: int, name: str = "run") -> Path:
+    def make(step, name="run"):
         folder = Path(shutil.copytree(whole, tmp_path / name))
         (folder / "outcome.json").unlink()
         for path in checkpoint.list_checkpoints(folder):
@@ -122,7 +123,7 @@ def broken_off(whole, tmp_path) -> Callable:
     return make
 
 
-def keep_lines(path: Path, count: float) -> None:
+def keep_lines(path, count):
     """Keep the first lines of a file; 7.5: and half of the eighth."""
     kept = path.read_text().splitlines(keepends=True)[: int(np.ceil(count))]
     kept[-1] = kept[-1] if count == int(count) else kept[-1][: len(kept[-1]) // 2]
@@ -159,7 +160,7 @@ def test_a_damaged_newest_checkpoint_is_refused_with_the_line_that_takes_the_one
     folder = broken_off(6)
     newest, middle = (folder / "checkpoints" / f"step_00000000{step}" for step in (6, 4))
 
-    def refused(damaged: Path) -> str:
+    def refused(damaged):
         before = contents(folder)
         assert called(folder, shapes_dir) == 2
         complaint = conftest.the_line(capsys.readouterr().err)

@@ -7,15 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-from conftest import MICRO, ROOT, called, data_overrides, micro_run, require_identical, trained
+from conftest import MICRO, called, data_overrides, micro_run, require_identical, trained
 from PIL import Image
 from run_files import column, event, events, lines
 
 from flux_ref import config, config_file
 from flux_ref.cli import Refusal
-from flux_ref.mlperf_log import BenchmarkLog
 from flux_ref.model import parameter_table
 from flux_ref.pictures import artist
 
@@ -27,12 +24,12 @@ FILES = {
 PICTURES = {"samples"}
 
 
-def names(folder: Path) -> set[str]:
+def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory, shapes_dir) -> Path:
+def plain(tmp_path_factory, shapes_dir):
     """The folder of a run without overrides; tests must not change it."""
     folder = tmp_path_factory.mktemp("runs") / "plain"
     assert called("train.py", *micro_run(shapes_dir, folder)) == 0
@@ -43,7 +40,7 @@ def plain(tmp_path_factory, shapes_dir) -> Path:
 def run(tmp_path, shapes_dir):
     """Runs train.py with overrides inside this process and returns the run's folder."""
 
-    def start(*overrides: str, name: str = "run", data: Path = shapes_dir, code: int = 0) -> Path:
+    def start(*overrides, name="run", data=shapes_dir, code=0):
         assert called("train.py", *micro_run(data, tmp_path / name, *overrides)) == code
         return tmp_path / name
 
@@ -133,7 +130,7 @@ def test_no_data_is_opened_before_run_start(run, shapes_dir, tmp_path):
     """Also not through a path that a later version may take: every opening of a file is audited."""
     opened, watching = {}, [True]
 
-    def watch(event: str, args: tuple) -> None:
+    def watch(event, args):
         if watching and event == "open" and str(args[0]).startswith(str(shapes_dir)):
             log = (tmp_path / "run" / "result_0.txt").read_text()
             opened.setdefault(Path(args[0]).name, '"run_start"' in log)
@@ -142,16 +139,6 @@ def test_no_data_is_opened_before_run_start(run, shapes_dir, tmp_path):
     run("--train.max_samples=12")
     watching.clear()
     assert opened == {"shard_000000.tar": True, "t5_empty.npy": True, "clip_empty.npy": True}
-
-
-def test_no_group_is_made_after_run_start(run, monkeypatch):
-    """At many ranks a group takes seconds."""
-    made, started = [], []
-    new_group, run_start = dist.new_group, BenchmarkLog.run_start
-    monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: (made.append(kwargs), new_group(*args, **kwargs))[1])
-    monkeypatch.setattr(BenchmarkLog, "run_start", lambda log: (started.append(len(made)), run_start(log))[1])
-    run("--pictures.count=1", "--pictures.every_samples=24")
-    assert started == [len(made)] and len(made) >= 2, made
 
 
 def test_a_refusal_leaves_no_folder(run, capsys):
@@ -178,23 +165,3 @@ def test_what_fails_after_training_does_not_take_the_run_with_it(run, monkeypatc
     assert names(folder) == FILES - {"outcome.json"} and trained(folder)
     assert event(folder, "run_stop")["metadata"]["samples_count"] == 60
     assert names(run("--pictures.count=1")) == FILES | PICTURES
-
-
-FIRST_TINY = "--model.single_blocks=2 --train.global_batch=60 --train.timestep_sampling=uniform"
-FIRST_RATE = "--optim.lr=3e-3 --optim.decay_end_step=0 --optim.weight_decay=0.1"
-SHORT = "--train.max_samples=360 --train.log_every_samples=60 --eval.every_samples=360 --pictures.count=0"
-FEW = "--data.expected_train_samples=240 --data.expected_val_samples=72 --checkpoint.save=false"
-
-
-def test_the_tiny_that_older_figures_are_of_gives_its_losses(tmp_path, monkeypatch):
-    """The keys of tiny until 2026-11-27, with few samples; the losses are those of a67c80a4. A toy has one thread."""
-    threads: list[int] = []
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    folders = [f"--run.dir={tmp_path / 'run'}", *data_overrides(tmp_path / "set")]
-    options = f"{FIRST_TINY} {FIRST_RATE} {SHORT} {FEW}".split()
-    assert called("train.py", str(ROOT / "configs/tiny.toml"), *folders, *options) == 0
-    assert threads == [1]
-    losses = [1.5936078, 1.5719641, 1.6032622, 1.5709643, 1.5592206, 1.5505676]
-    assert column(tmp_path / "run", "loss") == pytest.approx(losses, rel=1e-5)
-    assert column(tmp_path / "run", "val_loss", "eval.jsonl") == pytest.approx([1.9854094, 1.9139704], rel=1e-5)

@@ -6,7 +6,6 @@ PYTHONPATH=.:tests/helpers python tests/tables/page.py          write both anew
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
 
@@ -71,21 +70,21 @@ equal shards pads such tensors with zeros or copies them to every rank.
 """
 
 
-def columns(rows: Iterable[Iterable[object]]) -> str:
+def columns(rows):
     """A table in columns of equal width."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
-def keys() -> Iterator[list[str]]:
+def keys():
     """Every key of a config, as config.py declares it."""
     for key, known in KEYS.items():
         marks = ["free"] * known.resume + [known.closed] * bool(known.closed)
         yield [key, config_file.toml_text(known.default), ", ".join(marks)]
 
 
-def parameters() -> Iterator[list[object]]:
+def parameters():
     """Every weight and scale. A row stands for those of one name in all blocks of a kind."""
     yield ["name", "tensors", "shape", "start", "FP8", "in diffusers"]
     parts = weights.parts_from_diffusers(BENCHMARK.model)
@@ -102,11 +101,11 @@ def parameters() -> Iterator[list[object]]:
         yield [_fold(name), counts[_fold(name)], size, start, "yes" if is_fp8 else "no", theirs]
 
 
-def _fold(name: str) -> str:
+def _fold(name):
     return re.sub(r"(blocks)\.\d+\.", r"\1.*.", name)
 
 
-def sent() -> Iterator[list[object]]:
+def sent():
     """The bytes that a rank sends in a step."""
     yield ["replicas x shards", "all-gather", "kept", "reduce-scatter", "all-reduce"]
     keeping = config_file.replace(BENCHMARK, parallel__kept_regions=-1)
@@ -117,7 +116,7 @@ def sent() -> Iterator[list[object]]:
         yield [f"{replicas} x {shards}", *(f"{figure / GB:.2f}" for figure in figures)]
 
 
-def page() -> str:
+def page():
     """The tables, each under its heading."""
     return TEXT.format(
         keys=columns(keys()),
@@ -128,7 +127,7 @@ def page() -> str:
     )
 
 
-def sample() -> str:
+def sample():
     """The log of a run of one evaluation, with made-up times and places."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"

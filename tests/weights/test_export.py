@@ -32,7 +32,7 @@ def exported(source, out, *options):
     return out
 
 
-def metadata(path) -> dict:
+def metadata(path):
     with safe_open(path, framework="pt") as file:
         return file.metadata()
 
