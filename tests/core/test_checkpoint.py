@@ -244,7 +244,7 @@ def test_what_a_start_lacks_for_checkpoints_is_refused_and_leaves_nothing(trains
     with monkeypatch.context() as full:
         put_room(full, lambda _: SIZE - 1)
         code, _, line = trains(tmp_path / "run")
-    assert code == 2 and "GB free; 0.00297 GB are needed" in line and f"{tmp_path} " in line
+    assert code == 2 and "GB free; 0.00188 GB are needed" in line and f"{tmp_path} " in line
     assert "set run.dir to another disk, lower checkpoint.keep" in line
     monkeypatch.setattr(checkpoint, "allocate_host_buffers", Mock(side_effect=MemoryError("cannot pin")))
     code, _, line = trains(tmp_path / "run")

@@ -35,10 +35,11 @@ def test_recomputing_and_keeping_change_no_bit_and_recomputing_calls_every_block
     forward = SingleStreamBlock.forward
     monkeypatch.setattr(SingleStreamBlock, "forward", lambda *args: calls.append(0) or forward(*args))
     levers = {"compute__activation_checkpointing": ("block",), "parallel__kept_regions": (1, -1)}
-    want = steps(world, micro_config(parallel__region_blocks=2))
+    same = {"parallel__region_blocks": 2, "model__single_blocks": 3}
+    want = steps(world, micro_config(**same))
     for key, value in ((key, value) for key, values in levers.items() for value in values):
         calls.clear()
-        found = steps(world, micro_config(parallel__region_blocks=2, **{key: value}))
+        found = steps(world, micro_config(**same, **{key: value}))
         passes = (
             7 if key == "compute__activation_checkpointing" else 4
         )  # of three training steps and one validation step

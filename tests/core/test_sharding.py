@@ -112,7 +112,7 @@ def test_ranks_without_a_row_of_some_parameters_train_the_same(measured, shapes_
 def test_bf16_compute_trains_nearly_the_same(measured, plain):
     found = measured[3]["bf16"]
     require_same_run(found, plain, relative=0.02)
-    assert found["losses"][-1] < 0.9 * found["losses"][0]
+    assert found["losses"][-1] < 0.98 * found["losses"][0]
     assert not np.allclose(found["losses"], plain["losses"], rtol=1e-6), "computed in fp32"
     assert all(tensor.dtype == torch.float32 for tensor in found["whole"].values())
 

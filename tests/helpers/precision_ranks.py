@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -85,11 +86,18 @@ GATHERS = {  # ways to gather the same weights, by the number of ranks
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # of older torch
 
 
-def gathered(cfg, world):
-    """What training and validation compute, and the bytes of their gathers."""
+@contextmanager
+def gathers_noted():
+    """Yields a list that receives the bytes of each all-gather."""
     sent = []
     plain = getattr(dist, GATHER)
     with mock.patch.object(dist, GATHER, lambda out, *a, **k: (sent.append(out.nbytes), plain(out, *a, **k))[1]):
+        yield sent
+
+
+def gathered(cfg, world):
+    """What training and validation compute, and the bytes of their gathers."""
+    with gathers_noted() as sent:
         state = lively_state(cfg, world)
         losses = steps(state, cfg, world, count=2)
         figures = {"sums": validated(state, cfg), "losses": torch.tensor(losses), "history": state.recipe.history}

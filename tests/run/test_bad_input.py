@@ -124,7 +124,7 @@ def test_a_finished_run_is_kept_and_what_does_not_fit_is_refused(attempt, shapes
     before = contents(run)
     for name, argv, words in (
         ("train.py", again, [run, "run.dir", "run.start_fresh=true"]),
-        ("eval.py", [run, "--model.double_blocks=3"], ["missing", "double_blocks.2."]),
+        ("eval.py", [run, "--model.double_blocks=3"], ["missing", "double_blocks.1."]),
         ("eval.py", [tmp_path], [tmp_path, "give a run, a checkpoint"]),
     ):
         code, out, line = attempt(*argv, name=name)

@@ -137,7 +137,7 @@ def test_weights_that_do_not_fit_are_refused_and_no_run_is_left(kept, shapes_dir
             kept / "run",
             ["--model.single_blocks=4"],
             2,
-            "does not fit in 8 tensors: single_blocks.3.linear1.weight is ",
+            "does not fit in 16 tensors: single_blocks.2.linear1.weight is ",
         ),
         (kept / "no such", [], 2, "no such does not exist"),
         (tmp_path / "large", [], 3, "is not finite: weights of init.weights or of a checkpoint are"),
@@ -207,5 +207,5 @@ def test_what_is_wrong_is_one_line_that_names_the_file(tmp_path):
 
 def test_without_a_config_the_sizes_are_schnells(kept):
     line = refusal(weights.open_source, kept / "bfl", weights.config_of(kept / "bfl", None).model)
-    assert "fit in 775 tensors: double_blocks.2.img_mod.lin.weight is missing; " in line
+    assert "fit in 775 tensors: double_blocks.1.img_mod.lin.weight is missing; " in line
     assert weights.config_of(kept / "bfl", str(MICRO)).model == CFG.model
