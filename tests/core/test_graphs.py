@@ -251,7 +251,7 @@ def test_a_right_capture_is_proved_and_leaves_the_run_as_it_was(log, make):
 
 
 def test_whatever_a_graph_keeps_of_its_capture_is_told(log, make, monkeypatch):
-    units = ("double_blocks.0.", "single_blocks.0.", "single_blocks.1.", "final_layer.")
+    units = ("double_blocks.0.", "single_blocks.0.", "final_layer.")
     faults = {prefix: partial(stale, prefix) for prefix in units}
     faults |= {"batch": another_batch, "gradients": left_gradients, "trains": partial(at_rate, 1e-3)}
     faults |= {"rate 0": partial(at_rate, 0.0), "early": early_update, "clip": clipped, "moments": stale_moments}
