@@ -31,10 +31,9 @@ TEXT = """# Tables
 
 Each key with its default; `python train.py --help` explains all of them and gives their bounds.
 
-- free: a run may continue with another value. (In `precision.switch` the entries that begin later may change.)
-- rules, reference, checker: MLPerf's closed division fixes the default. The word says what fixes it: the rules
-  (mlcommons/training_policies), the code of the reference (mlcommons/training), or the checker of logs
-  (mlperf-logging).
+- `free`: you may change this key when you continue a run. (In `precision.switch`, only entries that begin later.)
+- `rules`, `reference`, `checker`: MLPerf's closed division fixes the default, by its rules
+  (mlcommons/training_policies), the reference's code (mlcommons/training) or the log checker (mlperf-logging).
 
 ```
 {keys}
@@ -45,20 +44,20 @@ Each key with its default; `python train.py --help` explains all of them and giv
 {count} tensors, {elements:,} parameters. Master weights, moments and gradient shards are fp32. Every parameter decays.
 
 - `*` stands for the number of a block. A weight has the shape (outputs, inputs). Each weight has a bias (outputs),
-  which starts at 0 and is called alike in diffusers' files.
-- "normal s" has the standard deviation s; "uniform w" lies between -w and w.
+  which starts at 0; in diffusers' files its name changes the same way.
+- "normal s" has the standard deviation s; "uniform w" is between -w and w.
 - FP8: the presets of [precision](precision.md) may cast this weight.
 
 ```
 {parameters}
 ```
 
-In diffusers' norm_out.linear, weight and bias, shift and scale stand in the opposite order.
+In the weight and bias of diffusers' norm_out.linear, shift and scale are swapped.
 
 ## Communication
 
-GB that one rank sends in rings per optimizer step of one micro-batch; it receives as much. `flops_and_bytes.sent` has
-the formulas. "kept" means `parallel.kept_regions=-1`, which gathers the weights once a step.
+GB one rank sends per optimizer step of one micro-batch, with ring collectives; it receives as much.
+`flops_and_bytes.sent` has the formulas. "kept" means `parallel.kept_regions=-1`, which gathers the weights once a step.
 
 ```
 {communication}
