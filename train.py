@@ -35,7 +35,8 @@ from flux_ref.config import Config
 from flux_ref.dataloader import TrainSet, ValSet
 from flux_ref.evaluate import validation_loss
 from flux_ref.mlperf_log import RESUMED, BenchmarkLog
-from flux_ref.precision.recipe import recipe_of
+from flux_ref.precision import policy
+from flux_ref.precision.recipe import PrecisionRecipe
 from flux_ref.ranks import World
 from flux_ref.report import Reporter
 from flux_ref.trainer import TrainState
@@ -60,8 +61,8 @@ def main(argv: list[str]) -> int:
         world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
         alive.share(world.store)
         config_file.validate_world(cfg, world.size)
-        recipe = recipe_of(cfg)
-        recipe.require(config.micro_batch(cfg, world.size))
+        recipe = PrecisionRecipe(cfg)
+        policy.require_rows(cfg, config.micro_batch(cfg, world.size))
         with ranks.agreed():
             mode = graphs.mode(cfg, world.device)
         ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}")

@@ -81,10 +81,7 @@ def find_departures(found: Values, rehearsal: bool) -> list[str]:
 
 def narrowest_precision(cfg: Config, *products: str) -> str:
     """The narrowest format in these products of the blocks' linears, as the log names it. No product: in all."""
-    plain = DTYPE_NAMES[cfg.compute.dtype]
-    if cfg.precision.is_plain:
-        return plain
-    return policy.narrowest_format(cfg, *products) or plain
+    return policy.narrowest_format(cfg, *products) or DTYPE_NAMES[cfg.compute.dtype]
 
 
 def values(cfg: Config, train_samples: int, val_samples: int) -> Values:

@@ -24,7 +24,7 @@ from flux_ref.evaluate import Validation
 from flux_ref.files import append, records, write_whole
 from flux_ref.loss_chart import Curve
 from flux_ref.model import parameter_table
-from flux_ref.precision.recipe import recipe_of
+from flux_ref.precision.recipe import PrecisionRecipe
 from flux_ref.ranks import World, device_name, peak_memory_gb
 from flux_ref.sharding import attention_kernel
 from flux_ref.trainer import NEVER, Health, Trainer, TrainState
@@ -72,7 +72,7 @@ class Reporter:
         world = self.world
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         micro = config.micro_batch(cfg, world.size)
-        compute, *sides = recipe_of(cfg).describe(micro, world.device)
+        compute, *sides = PrecisionRecipe(cfg).describe(micro, world.device)
         weights = cfg.init.weights or f"drawn from train.seed={cfg.train.seed}"
         lines = (
             f"flux_ref {cfg.name}: FLUX.1 of {parameters:,} parameters",

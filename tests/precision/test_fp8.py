@@ -25,7 +25,7 @@ from flux_ref.config import ModelConfig
 from flux_ref.model import SingleStreamBlock
 from flux_ref.precision import fp8
 from flux_ref.precision.linear import PolicyLinear
-from flux_ref.precision.recipe import LowPrecisionRecipe
+from flux_ref.precision.recipe import PrecisionRecipe
 from flux_ref.trainer import Trainer
 
 ARCHS = ("cpu", "gfx942", "sm100")  # both families of formats, both rules of layout
@@ -65,7 +65,7 @@ def test_a_history_keeps_the_newest_magnitudes_and_sets_the_next_scale(world, mo
     """The largest of a step's micro-batches counts; 0 and infinity leave history and scale as they were."""
     cfg = fp8_net.config("fp8_delayed", history=2, dynamic_steps=1)
     linear = PolicyLinear(nn.Linear(32, 16).bfloat16(), "single_blocks.0.linear1", cfg, "cpu")
-    state = LowPrecisionRecipe(cfg)
+    state = PrecisionRecipe(cfg)
     state.find(linear, torch.device("cpu"))
     taken = []
     cast = fp8.cast

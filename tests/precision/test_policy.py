@@ -11,7 +11,6 @@ from flux_ref.config import ModelConfig
 from flux_ref.model import parameter_table
 from flux_ref.precision import policy
 from flux_ref.precision.formats import PRODUCTS, matmul_path, pair_text
-from flux_ref.precision.recipe import recipe_of
 
 TINY = config_file.replace(
     config_file.load(ROOT / "configs/tiny.toml"),
@@ -112,7 +111,7 @@ def test_what_cannot_be_is_refused_with_the_rule_or_the_product_and_the_remedy()
     ]
 
     def ready(values):
-        recipe_of(tiny(**values)).require(30)
+        policy.require_rows(tiny(**values), 30)
 
     found = [(refusal(ready, values), want) for values, want in cases]
     assert [(said, want) for said, want in found if want not in said] == []

@@ -14,7 +14,7 @@ from flux_ref.config import Config
 from flux_ref.mlperf_closed import TRAIN_SAMPLES, VAL_SAMPLES, is_benchmark
 from flux_ref.precision import policy
 from flux_ref.precision.policy import MULTIPLE
-from flux_ref.precision.recipe import recipe_of
+from flux_ref.precision.recipe import PrecisionRecipe
 from tools.flops_and_bytes import FsdpLayout
 from tools.plan import memory, region_costs, step_time
 from tools.plan.memory import Instant
@@ -93,7 +93,7 @@ def planned(cfg: Config, machine: Machine, footprints: Footprints) -> Plan:
     graphs = host = 0.0
     if enabled == "on" or (enabled == "auto" and machine.gpu.arch.startswith("sm")):  # as graphs.obstacle
         nodes += sum(footprints[unit.kind].forward.kernels for unit in layout.units)  # of a validation batch
-        graphs = len(recipe_of(cfg).phases) * nodes * assumed.graph_node_kb * KB
+        graphs = len(PrecisionRecipe(cfg).phases) * nodes * assumed.graph_node_kb * KB
     else:
         host = (
             layout.micros * len(layout.units) * assumed.host_ms_per_region / 1e3
