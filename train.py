@@ -69,13 +69,12 @@ def main(argv: list[str]) -> int:
         alive.mark("opening the data sets")
         train_set, val_set = data_sets(cfg, world)
         sizes = {"train_samples": train_set.count, "val_samples": val_set.count}
-        counts = sizes.values()
         sharding.choose_compile_cache(cfg, world)
         saved = stack.enter_context(run_folder.held(cfg, world, sizes))
         log = BenchmarkLog()
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log.text)))
-        report.introduce(*counts)
-        if verdict := mlperf_closed.verdict(cfg, *counts):
+        report.introduce(sizes)
+        if verdict := mlperf_closed.verdict(cfg, sizes):
             report.say(f"  rules   {verdict}")
         gallery = None
         if cfg.pictures.count:  # before the clock starts, since a wrong autoencoder is refused
@@ -91,7 +90,7 @@ def main(argv: list[str]) -> int:
 
         # Build the state, warm up, then load a checkpoint: any finite weights serve the warm-up and the captures
         log.init_start()
-        log.describe(cfg, world.size, *counts)
+        log.describe(cfg, world.size, sizes)
         alive.mark("building the model")
         imported = "" if saved else cfg.init.weights
         net = sharding.build(cfg, world, None if imported else cfg.train.seed, recipe)

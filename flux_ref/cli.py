@@ -131,8 +131,6 @@ def in_words(error: BaseException) -> Stop | None:
         return Interrupted(signal.SIGINT)
     if isinstance(error, ModuleNotFoundError):
         return Refusal(f"{error.name} is not here; install it, or change the key or option that asks for it")
-    if isinstance(error, RecursionError):
-        return Refusal(f"a file or a value nests too many brackets ({text}); give another one")
     if isinstance(error, OSError):
         kind = Fault if error.errno in BROKEN_DISK else Refusal
         return kind(describe_os_error(error), alone=True)

@@ -27,7 +27,7 @@ def load(path: str | Path, overrides: Collection[str] = ()) -> Config:
     path = Path(path)
     try:
         tree = tomllib.loads(read_text(path, "config"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Refusal(f"config {path} is not valid TOML: {error}") from None
     values: Values = {}
     for section, part in tree.items():
@@ -99,7 +99,7 @@ def parsed(overrides: Collection[str]) -> Values:
             raise Refusal(f"argument {text!r} is not --section.key=value, as in --optim.lr=1e-4; a path comes first")
         values[key] = value
         if key in KEYS and KEYS[key].type is not str:
-            with contextlib.suppress(ValueError, RecursionError):  # then the text is refused, as it is no string's key
+            with contextlib.suppress(ValueError):  # then the text is refused, as it is no string's key
                 values[key] = tomllib.loads(f"value = {value}")["value"]
     return values
 

@@ -81,7 +81,7 @@ def json_object_or_empty(text: str | bytes) -> dict:
     """A JSON object; {} for anything else."""
     try:
         content = json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from flux_ref import config, graphs, loss_chart, ranks, run_folder, schedule
 from flux_ref.cli import Fault, Say, one_line, printable, progress
-from flux_ref.config import Config
+from flux_ref.config import Config, Values
 from flux_ref.evaluate import Validation
 from flux_ref.files import append, records, write_whole
 from flux_ref.loss_chart import Curve
@@ -66,8 +66,8 @@ class Reporter:
         except Exception as error:
             self.say(f"{what} NOT drawn: {one_line(error, 300)}; the run goes on without")
 
-    def introduce(self, train_samples: int, val_samples: int) -> None:
-        """Print what runs. train_samples, val_samples: samples."""
+    def introduce(self, sizes: Values) -> None:
+        """Print what runs. sizes: {"train_samples", "val_samples"} of the data."""
         cfg = self.cfg
         world = self.world
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
@@ -82,8 +82,8 @@ class Reporter:
             f"  steps   {graphs.mode(cfg, world.device)}",
             f"  batch   {cfg.train.global_batch} in micro-batches of {micro} per rank",
             f"  weights {weights}",
-            f"  data    {cfg.data.train} ({train_samples:,} samples); validation:"
-            f" {cfg.data.val or 'none'} ({val_samples:,})",
+            f"  data    {cfg.data.train} ({sizes['train_samples']:,} samples); validation:"
+            f" {cfg.data.val or 'none'} ({sizes['val_samples']:,})",
             f"  run     {self.folder}",
             *sides,
         )
@@ -121,8 +121,7 @@ class Reporter:
                         kept[name].append(json.loads(line))
                 for name, found in kept.items():
                     found[:] = [record for record in found if record["samples"] <= most[name]]
-                    if found or (self.folder / name).exists():
-                        write_whole(self.folder / name, "".join(json.dumps(record) + "\n" for record in found))
+                    write_whole(self.folder / name, "".join(json.dumps(record) + "\n" for record in found))
                 self.train_curve = [(record["samples"], record["loss"]) for record in kept["metrics.jsonl"]]
                 self.val_curve = [(record["samples"], record["val_loss"]) for record in kept["eval.jsonl"]]
         self.say(
@@ -206,10 +205,8 @@ class Reporter:
                     self.unwritten.clear()
             except OSError as error:
                 self.failure = error
-        self._curves(record["samples"], shown)
-
-    def _curves(self, samples: int, figures: dict[str, float]) -> None:
-        self._show(lambda board: [board.add_scalar(name, value, samples) for name, value in figures.items()])
+        samples = record["samples"]
+        self._show(lambda board: [board.add_scalar(name, value, samples) for name, value in shown.items()])
 
     def _show(self, what: Callable[[Any], object]) -> None:
         """Write something to TensorBoard's files. The first error ends them."""

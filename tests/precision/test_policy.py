@@ -128,7 +128,7 @@ def test_stages_begin_at_the_step_that_reaches_their_samples():
     assert ways["single_blocks.0.linear1"] == "blocks"
     assert [{*map(matmul_path, stage.pairs.values())} for stage in (second, last)] == [{"tensor"}, {"plain"}]
     assert policy.layers_with_delayed_scales(cfg) == list(second.pairs) and not policy.layers_gathered_in_fp8(cfg)
-    assert (policy.narrowest_format(cfg), policy.narrowest_format(TINY)) == ("nvfp4", None)
+    assert (policy.narrowest_format(cfg), policy.narrowest_format(TINY)) == ("nvfp4", "bfloat16")
     mixed = tiny(preset="fp8", rules=("*.qkv grad_weight: bf16 x bf16", "last.* *: bf16 x bf16"))
     gathered = policy.layers_gathered_in_fp8(mixed)
     assert len(gathered) == 8 + 2 and "double_blocks.0.img_attn.qkv" in gathered
