@@ -29,7 +29,7 @@ from flux_ref import (
     toy,
     weights,
 )
-from flux_ref.checkpoint import Records, Saver, load
+from flux_ref.checkpoint import Saver, load
 from flux_ref.cli import Interrupted
 from flux_ref.config import Config
 from flux_ref.dataloader import TrainSet, ValSet
@@ -155,13 +155,14 @@ def main(argv: list[str]) -> int:
                 if saver and schedule.saves(state.samples, cfg):
                     report.require_healthy(runner.health)
                     saver.save(state)  # before the evaluation: a run that breaks off in an evaluation repeats it
-                alive.fail(report.failure or log.failure)
+                if log.failure:
+                    raise log.failure
                 alive.stop_point(f"the end of step {state.step}")  # raises Interrupted on all ranks
         except BaseException as error:
             try:
                 if isinstance(error, Interrupted):
                     report.require_healthy(runner.health)
-                    save_and_wait(saver, state, f"{error}; ", report.unwritten)
+                    save_and_wait(saver, state, f"{error}; ")
                     rest = "the same command goes on from there" if saver else "checkpoint.save=false saves nothing"
                     report.say(f"{error} after step {state.step}; {rest}")
             finally:
@@ -171,9 +172,9 @@ def main(argv: list[str]) -> int:
         log.run_stop(state.samples, reached, outcome)
 
         # The end: the last checkpoint, and pictures, which need the memory of the graphs
-        save_and_wait(saver, state, unwritten=report.unwritten)
-        if failure := report.failure or log.failure:
-            raise failure
+        save_and_wait(saver, state)
+        if log.failure:
+            raise log.failure
         alive.release_signals()
         runner.close()
         if gallery:
@@ -196,13 +197,13 @@ def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
         return TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)
 
 
-def save_and_wait(saver: Saver | None, state: TrainState, reason: str = "", unwritten: Records = ()) -> None:
+def save_and_wait(saver: Saver | None, state: TrainState, reason: str = "") -> None:
     """Save a checkpoint, and return when it is saved. Collective.
 
-    reason: of the save, for the message of a Fault. unwritten: as for Saver.save.
+    reason: of the save, for the message of a Fault.
     """
     if saver:
-        saver.save(state, unwritten)
+        saver.save(state)
         saver.finish(reason)
 
 

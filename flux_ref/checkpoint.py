@@ -18,7 +18,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,8 +57,6 @@ def prune(run: Path, keep: int) -> None:
         path.rename(path.with_name(f".{path.name}.deleted{files.PARTIAL}"))
     files.remove_partial_files(folder_of(run))
 
-
-Records = Sequence[tuple[str, str]]  # the name of a file of the run, and a line for it
 
 # The rows of a state that a rank holds
 
@@ -206,11 +204,8 @@ class Saver:
             if self.world.rank == 0:
                 trial.unlink()
 
-    def save(self, state: TrainState, unwritten: Records = ()) -> None:
-        """Begin to save a state, unless this step is saved already. Waits for the save before. Collective.
-
-        unwritten: records that could not be written into the run's folder; a run that goes on from here writes them.
-        """
+    def save(self, state: TrainState) -> None:
+        """Begin to save a state, unless this step is saved already. Waits for the save before. Collective."""
         self.wait()
         if self.step == state.step and self.failure is None:
             return
@@ -218,7 +213,6 @@ class Saver:
         info = {
             "step": state.step,
             "samples": state.samples,
-            "unwritten": list(unwritten),
             **self.facts,
             "name": self.cfg.name,
             "config": config.flat(self.cfg),

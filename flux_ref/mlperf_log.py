@@ -39,6 +39,8 @@ class BenchmarkLog(logging.Handler):
     def write_to(self, path: Path) -> None:
         """Write the lines so far with the next one, and from then on each line as it comes."""
         self.path = path
+        if path.exists():
+            self.kept = "\n" + self.kept  # a full disk may have left half a line
 
     def emit(self, record: logging.LogRecord) -> None:
         """Called by `logging` with each line."""

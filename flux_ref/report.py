@@ -47,8 +47,6 @@ class Reporter:
         self.val_curve: Curve = []
         self.bar = tqdm(disable=True)  # until training begins
         self.board: Any = None  # torch's SummaryWriter, where the package tensorboard is installed
-        self.unwritten: list[tuple[str, str]] = []  # records: the name of the file, and the line
-        self.failure: OSError | None = None  # why they are not written: the run must end
 
     def say(self, line: str) -> None:
         """One line on the terminal and in the result file."""
@@ -116,9 +114,6 @@ class Reporter:
                 most = {"metrics.jsonl": samples, "eval.jsonl": samples - schedule.evaluates(samples, self.cfg)}
                 # All are read first: a damaged record is refused before a file changes.
                 kept = {name: records(self.folder / name, figure) for name, figure in FIGURES.items()}
-                for name, line in info["unwritten"]:
-                    if json.loads(line) not in kept[name]:
-                        kept[name].append(json.loads(line))
                 for name, found in kept.items():
                     found[:] = [record for record in found if record["samples"] <= most[name]]
                     write_whole(self.folder / name, "".join(json.dumps(record) + "\n" for record in found))
@@ -176,7 +171,7 @@ class Reporter:
 
         sync: the host waits for the device.
         """
-        require_finite(ranks.gather_objects(health.first_bad.tolist()), attention_kernel(self.cfg, self.world.device))
+        require_finite(ranks.gather_objects(health.first_bad.tolist()))
 
     def evaluation(self, samples: int, result: Validation, seconds: float) -> None:
         """Record and print the result of an evaluation that took so many seconds."""
@@ -196,15 +191,9 @@ class Reporter:
         self._show(lambda board: board.add_image("pictures", np.asarray(Image.open(path)), samples, dataformats="HWC"))
 
     def _record(self, name: str, record: dict, shown: dict[str, float]) -> None:
-        """Append a record to a file, and show figures in TensorBoard."""
+        """Append a record to a file, and show figures in TensorBoard. Raises: OSError, which ends the run."""
         if self.speaks:
-            self.unwritten.append((name, json.dumps(record) + "\n"))
-            try:
-                if not self.failure:  # the next checkpoint has what comes later
-                    append(self.folder / name, self.unwritten[0][1], on_disk=True)
-                    self.unwritten.clear()
-            except OSError as error:
-                self.failure = error
+            append(self.folder / name, json.dumps(record) + "\n", on_disk=True)
         samples = record["samples"]
         self._show(lambda board: [board.add_scalar(name, value, samples) for name, value in shown.items()])
 
@@ -241,10 +230,10 @@ class Reporter:
         self._show(lambda board: board.close())
 
 
-def require_finite(first_bad: list[tuple[float, float]], kernel: str) -> None:
+def require_finite(first_bad: list[tuple[float, float]]) -> None:
     """Raises: Fault that says what went first.
 
-    first_bad: of each rank, the values of Health.first_bad. kernel: that of attention.
+    first_bad: of each rank, the values of Health.first_bad.
     """
     found = [
         (step, kind, rank) for rank, steps in enumerate(first_bad) for kind, step in enumerate(steps) if step != NEVER
@@ -252,10 +241,9 @@ def require_finite(first_bad: list[tuple[float, float]], kernel: str) -> None:
     if found:
         step, kind, rank = min(found)  # in one step, the loss of one rank spoils the norm of all
         what = ("loss", "gradient norm")[kind]
-        remedy = "lower optim.lr or inspect its data"
-        if kind and kernel == "cudnn":  # whose backward has been wrong before
-            remedy += ", or try --compute.attention=flash"
-        raise Fault(f"{what} is not finite in step {step + 1:.0f}, first on rank {rank}; {remedy}")
+        raise Fault(
+            f"{what} is not finite in step {step + 1:.0f}, first on rank {rank}; lower optim.lr or inspect its data"
+        )
 
 
 def commit(folder: Path = Path(__file__).parent) -> str:
