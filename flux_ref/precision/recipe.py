@@ -36,6 +36,7 @@ class PrecisionRecipe:
     phases: the first training step of each phase, 0 first. Each phase has compiled code and graphs of its own.
     switches: the presets that begin after the first one, by their first step.
     compiler: options beside those of sharding.py.
+
     A stage with delayed scales has two phases: its first steps take dynamic scales and fill the history. (Gradients
     grow by orders of magnitude in the first steps of a run, while every gate is nearly zero.)
     delayed_layers: the names of the linears that have delayed sides in any stage, in the order of the model.
