@@ -35,7 +35,7 @@ from flux_ref.dataloader import ValSet
 from flux_ref.evaluate import validation_loss
 from flux_ref.files import read_text
 from flux_ref.optim import EMA
-from flux_ref.precision.recipe import recipe_of
+from flux_ref.precision.recipe import PrecisionRecipe
 from flux_ref.ranks import World
 from flux_ref.trainer import Validator
 from flux_ref.watchdog import Watchdog
@@ -116,7 +116,7 @@ def evaluate(cfg: Config, world: World, paths: list[Path], options: argparse.Nam
     artist = None
     if options.draw_only or options.prompts or cfg.pictures.count:
         artist = artist_of(cfg, world, val_set, options, at)
-    recipe = recipe_of(cfg)
+    recipe = PrecisionRecipe(cfg)
     steps = Validator(sharding.build(cfg, world, None, recipe), cfg, world)
     for path in paths:
         try:

@@ -29,13 +29,14 @@ from flux_ref import (
     toy,
     weights,
 )
-from flux_ref.checkpoint import Records, Saver, load
+from flux_ref.checkpoint import Saver, load
 from flux_ref.cli import Interrupted
 from flux_ref.config import Config
 from flux_ref.dataloader import TrainSet, ValSet
 from flux_ref.evaluate import validation_loss
 from flux_ref.mlperf_log import RESUMED, BenchmarkLog
-from flux_ref.precision.recipe import recipe_of
+from flux_ref.precision import policy
+from flux_ref.precision.recipe import PrecisionRecipe
 from flux_ref.ranks import World
 from flux_ref.report import Reporter
 from flux_ref.trainer import TrainState
@@ -60,21 +61,20 @@ def main(argv: list[str]) -> int:
         world = ranks.start(cfg.parallel, cfg.data.kind == "toy")
         alive.share(world.store)
         config_file.validate_world(cfg, world.size)
-        recipe = recipe_of(cfg)
-        recipe.require(config.micro_batch(cfg, world.size))
+        recipe = PrecisionRecipe(cfg)
+        policy.require_rows(cfg, config.micro_batch(cfg, world.size))
         with ranks.agreed():
             mode = graphs.mode(cfg, world.device)
         ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}")
         alive.mark("opening the data sets")
         train_set, val_set = data_sets(cfg, world)
         sizes = {"train_samples": train_set.count, "val_samples": val_set.count}
-        counts = sizes.values()
         sharding.choose_compile_cache(cfg, world)
         saved = stack.enter_context(run_folder.held(cfg, world, sizes))
         log = BenchmarkLog()
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log.text)))
-        report.introduce(*counts)
-        if verdict := mlperf_closed.verdict(cfg, *counts):
+        report.introduce(sizes)
+        if verdict := mlperf_closed.verdict(cfg, sizes):
             report.say(f"  rules   {verdict}")
         gallery = None
         if cfg.pictures.count:  # before the clock starts, since a wrong autoencoder is refused
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
 
         # Build the state, warm up, then load a checkpoint: any finite weights serve the warm-up and the captures
         log.init_start()
-        log.describe(cfg, world.size, *counts)
+        log.describe(cfg, world.size, sizes)
         alive.mark("building the model")
         imported = "" if saved else cfg.init.weights
         net = sharding.build(cfg, world, None if imported else cfg.train.seed, recipe)
@@ -155,13 +155,14 @@ def main(argv: list[str]) -> int:
                 if saver and schedule.saves(state.samples, cfg):
                     report.require_healthy(runner.health)
                     saver.save(state)  # before the evaluation: a run that breaks off in an evaluation repeats it
-                alive.fail(report.failure or log.failure)
+                if log.failure:
+                    raise log.failure
                 alive.stop_point(f"the end of step {state.step}")  # raises Interrupted on all ranks
         except BaseException as error:
             try:
                 if isinstance(error, Interrupted):
                     report.require_healthy(runner.health)
-                    save_and_wait(saver, state, f"{error}; ", report.unwritten)
+                    save_and_wait(saver, state, f"{error}; ")
                     rest = "the same command goes on from there" if saver else "checkpoint.save=false saves nothing"
                     report.say(f"{error} after step {state.step}; {rest}")
             finally:
@@ -171,9 +172,9 @@ def main(argv: list[str]) -> int:
         log.run_stop(state.samples, reached, outcome)
 
         # The end: the last checkpoint, and pictures, which need the memory of the graphs
-        save_and_wait(saver, state, unwritten=report.unwritten)
-        if failure := report.failure or log.failure:
-            raise failure
+        save_and_wait(saver, state)
+        if log.failure:
+            raise log.failure
         alive.release_signals()
         runner.close()
         if gallery:
@@ -196,13 +197,13 @@ def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
         return TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)
 
 
-def save_and_wait(saver: Saver | None, state: TrainState, reason: str = "", unwritten: Records = ()) -> None:
+def save_and_wait(saver: Saver | None, state: TrainState, reason: str = "") -> None:
     """Save a checkpoint, and return when it is saved. Collective.
 
-    reason: of the save, for the message of a Fault. unwritten: as for Saver.save.
+    reason: of the save, for the message of a Fault.
     """
     if saver:
-        saver.save(state, unwritten)
+        saver.save(state)
         saver.finish(reason)
 
 

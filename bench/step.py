@@ -33,7 +33,7 @@ from flux_ref import cli, config_file, graphs, ranks, sharding, toy
 from flux_ref.cli import Fault, between
 from flux_ref.config import Config, micro_batch
 from flux_ref.dataloader import Feed, TrainSet, copy_next
-from flux_ref.precision.recipe import recipe_of
+from flux_ref.precision import policy
 from flux_ref.ranks import World, peak_memory_gb
 from flux_ref.sharding import ShardedFlux
 from flux_ref.trainer import NEVER, Trainer, TrainState
@@ -57,7 +57,7 @@ def measure(cfg: Config, world: World, args: Namespace) -> dict:
     clock = Clock(world.device)
     synthetic = args.synthetic or bool(args.fake_ranks)
     train_set = None if synthetic else data_set(cfg, world)
-    recipe_of(cfg).require(micro_batch(cfg, world.size))
+    policy.require_rows(cfg, micro_batch(cfg, world.size))
     state = TrainState(build(cfg, world, synthetic), cfg, world)
     run = graphs.make_trainer(state, cfg, world)
     run.warm_up()

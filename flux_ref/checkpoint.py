@@ -18,7 +18,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,8 +57,6 @@ def prune(run: Path, keep: int) -> None:
         path.rename(path.with_name(f".{path.name}.deleted{files.PARTIAL}"))
     files.remove_partial_files(folder_of(run))
 
-
-Records = Sequence[tuple[str, str]]  # the name of a file of the run, and a line for it
 
 # The rows of a state that a rank holds
 
@@ -134,27 +132,6 @@ def allocate_host_buffers(rows: Rows, pin: bool) -> list[Rows]:
 Written = dict[str, tuple[int, dict[str, tuple[int, int]]]]
 
 
-def write_rank(folder: Path, rank: int, groups: list[Rows]) -> Written:
-    """Write the rows of one rank, and wait until they are on the disk. Raises: OSError."""
-    written: Written = {}
-    for number, rows in enumerate(groups):
-        name = f"rank_{rank:05d}_{number:03d}.safetensors"
-        checksum = safetensors_io.write(folder / name, {key: row.local for key, row in rows.items()})
-        written[name] = (checksum, {key: (row.first, len(row.local)) for key, row in rows.items()})
-    return written
-
-
-def write_manifest(folder: Path, info: dict, shapes: dict[str, list[int]], written: list[Written]) -> None:
-    """Complete a checkpoint. info: what it says of the training. shapes: of all tensors. written: by all ranks."""
-    content = {
-        "format": FORMAT,
-        "info": info,
-        "shapes": shapes,
-        "files": {name: file for part in written for name, file in part.items()},
-    }
-    files.write_whole(folder / MANIFEST, json.dumps(content | {"crc32": _checksum(content)}))
-
-
 def _checksum(content: dict) -> int:
     """Of a manifest without its checksum."""
     return zlib.crc32(json.dumps(content).encode())
@@ -227,11 +204,8 @@ class Saver:
             if self.world.rank == 0:
                 trial.unlink()
 
-    def save(self, state: TrainState, unwritten: Records = ()) -> None:
-        """Begin to save a state, unless this step is saved already. Waits for the save before. Collective.
-
-        unwritten: records that could not be written into the run's folder; a run that goes on from here writes them.
-        """
+    def save(self, state: TrainState) -> None:
+        """Begin to save a state, unless this step is saved already. Waits for the save before. Collective."""
         self.wait()
         if self.step == state.step and self.failure is None:
             return
@@ -239,7 +213,6 @@ class Saver:
         info = {
             "step": state.step,
             "samples": state.samples,
-            "unwritten": list(unwritten),
             **self.facts,
             "name": self.cfg.name,
             "config": config.flat(self.cfg),
@@ -295,11 +268,17 @@ class Saver:
                 files.remove(partial)  # of a save that was killed
                 partial.mkdir()
         with ranks.agreed(self.group):
-            own = write_rank(partial, self.world.rank, self.host)
+            own: Written = {}
+            for number, rows in enumerate(self.host):
+                name = f"rank_{self.world.rank:05d}_{number:03d}.safetensors"
+                checksum = safetensors_io.write(partial / name, {key: row.local for key, row in rows.items()})
+                own[name] = (checksum, {key: (row.first, len(row.local)) for key, row in rows.items()})
         written = ranks.gather_objects(own, self.group)
         with ranks.agreed(self.group):
             if self.world.rank == 0:
-                write_manifest(partial, info, self.shapes, written)
+                every = {name: file for part in written for name, file in part.items()}
+                content = {"format": FORMAT, "info": info, "shapes": self.shapes, "files": every}
+                files.write_whole(partial / MANIFEST, json.dumps(content | {"crc32": _checksum(content)}))
                 files.sync(partial)
                 partial.rename(final)
                 files.sync(final.parent)
@@ -344,22 +323,13 @@ class Checkpoint:
     def _rows(self, name: str, key: str, first: int, count: int) -> Tensor:
         """Rows of a tensor in one of the files. Raises: Refusal."""
         path = self.folder / name
-        try:
-            if name not in self._right and (not path.is_file() or safetensors_io.crc32(path) != self.files[name][0]):
-                raise self._damaged(path)
-            self._right.add(name)
-            return safetensors_io.read_rows(path, key, first, count, "checkpoint file")
-        except (OSError, Refusal):
-            if self.folder.exists():
-                raise
-            raise self._damaged(path) from None
+        if name not in self._right and (not path.is_file() or safetensors_io.crc32(path) != self.files[name][0]):
+            raise self._damaged(path)
+        self._right.add(name)
+        return safetensors_io.read_rows(path, key, first, count, "checkpoint file")
 
     def _damaged(self, path: Path) -> Refusal:
         """What is damaged, and what to do. Nothing takes another checkpoint by itself: a run would train twice."""
-        if not self.folder.exists():
-            return Refusal(
-                f"checkpoint {self.folder} was deleted while it was read; a run that trains deletes old ones"
-            )
         aside = shlex.join(("mv", str(self.folder), f"{self.folder}.damaged"))
         remedy = f"`{aside}` lets the run go on from the checkpoint before it"
         return Refusal(f"checkpoint file {path} is missing or damaged (checksum differs); {remedy}")

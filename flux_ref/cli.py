@@ -63,12 +63,12 @@ class Fault(Stop):
 
 
 class Interrupted(Stop):
-    """All ranks stop the command at one point, after a signal or, with the exit code of a fault, after a failure."""
+    """All ranks stop the command at one point, after a signal."""
 
-    def __init__(self, number: int, reason: str = ""):
-        """number: of the signal. reason: of a failure, which stands in place of a signal."""
-        super().__init__(reason or f"stopped by {signal.Signals(number).name}")
-        self.exit_code = Fault.exit_code if reason else 128 + number
+    def __init__(self, number: int):
+        """number: of the signal."""
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
 
 
 class Options(argparse.ArgumentParser):
@@ -131,8 +131,6 @@ def in_words(error: BaseException) -> Stop | None:
         return Interrupted(signal.SIGINT)
     if isinstance(error, ModuleNotFoundError):
         return Refusal(f"{error.name} is not here; install it, or change the key or option that asks for it")
-    if isinstance(error, RecursionError):
-        return Refusal(f"a file or a value nests too many brackets ({text}); give another one")
     if isinstance(error, OSError):
         kind = Fault if error.errno in BROKEN_DISK else Refusal
         return kind(describe_os_error(error), alone=True)
@@ -246,8 +244,7 @@ class LogFileBar:
 def describe_os_error(error: OSError) -> str:
     """An error of the system in words: the file, what is wrong and what to do."""
     if error.filename is None:
-        text = str(error.strerror or error)
-        return f"{text}; set TMPDIR to a folder that may be written" if "temporary directory" in text else text
+        return str(error.strerror or error)
     remedy = "free or mend its disk" if error.errno in BROKEN_DISK else "make it readable and writable"
     return f"{error.filename}: {error.strerror}; {remedy}, or give another path"
 

@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 from flux_ref.cli import Refusal, printable, shown
 from flux_ref.config import KEYS, Config, Values, flat, rank_batch
-from flux_ref.files import decode, read_text
+from flux_ref.files import read_text
 
 
 def load(path: str | Path, overrides: Collection[str] = ()) -> Config:
@@ -27,7 +27,7 @@ def load(path: str | Path, overrides: Collection[str] = ()) -> Config:
     path = Path(path)
     try:
         tree = tomllib.loads(read_text(path, "config"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Refusal(f"config {path} is not valid TOML: {error}") from None
     values: Values = {}
     for section, part in tree.items():
@@ -50,8 +50,6 @@ def from_flat(name: str, values: Values) -> Config:
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, n=1)
             remedy = f"did you mean {near[0]}?" if near else "--help lists all keys"
-            if isinstance(value, dict):
-                remedy = "a [table] takes all keys below it; write keys with a dot above the tables"
             raise Refusal(f"unknown key {key}; {remedy}")
         known = KEYS[key]
         try:
@@ -59,10 +57,6 @@ def from_flat(name: str, values: Values) -> Config:
         except (TypeError, ValueError):
             default = toml_text(known.default)
             raise Refusal(f"{key}={shown(value)} has the wrong type; default {default}: {known.meaning}") from None
-        try:
-            decode(str(value).encode())
-        except ValueError:
-            raise Refusal(f"{key}={shown(value)} is no text of UTF-8 without NULs; give another value") from None
         section, field = key.split(".")
         part = dataclasses.replace(getattr(cfg, section), **{field: value})
         cfg = dataclasses.replace(cfg, **{section: part})
@@ -99,7 +93,7 @@ def parsed(overrides: Collection[str]) -> Values:
             raise Refusal(f"argument {text!r} is not --section.key=value, as in --optim.lr=1e-4; a path comes first")
         values[key] = value
         if key in KEYS and KEYS[key].type is not str:
-            with contextlib.suppress(ValueError, RecursionError):  # then the text is refused, as it is no string's key
+            with contextlib.suppress(ValueError):  # then the text is refused, as it is no string's key
                 values[key] = tomllib.loads(f"value = {value}")["value"]
     return values
 

@@ -48,18 +48,10 @@ def validation_loss(
     finally:
         steps.reshard()  # also after an interruption: a checkpoint saves shards
     dist.all_reduce(steps.sums)
-    return summarise(steps.sums.tolist(), samples)  # sync: once per evaluation
-
-
-def summarise(sums: list[list[float]], samples: int) -> Validation:
-    """The means, from counts and sums per timestep over all ranks.
-
-    sums: (2, TIMESTEPS). samples: training samples so far, for the message.
-    Raises: Fault for a loss that is not finite.
-    """
-    losses = [total / count for count, total in zip(*sums)]  # dataloader.ValSet.open has seen a sample of each
+    counts, totals = steps.sums.tolist()  # sync: once per evaluation
+    losses = [total / count for count, total in zip(counts, totals)]  # dataloader.ValSet.open has seen a sample of each
     # spec: the mean over timesteps, each counted once however many samples it has.
     loss = sum(losses) / len(losses)
     if not math.isfinite(loss):
         raise Fault(f"validation loss is not finite after {samples} training samples")
-    return Validation(loss, losses, round(sum(sums[0])))
+    return Validation(loss, losses, round(sum(counts)))

@@ -81,7 +81,7 @@ def json_object_or_empty(text: str | bytes) -> dict:
     """A JSON object; {} for anything else."""
     try:
         content = json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -162,21 +162,12 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def append(path: Path, content: str, on_disk: bool = False) -> None:
-    """Append text to a file, all of it or nothing. on_disk: wait until it is on the disk.
-
-    Raises: OSError, which names the file.
-    """
-    data = content.encode()
-    with naming(path), path.open("ab", buffering=0) as file:
-        end = file.tell()
-        try:
-            while data:  # a disk that fills up takes a part, and then raises
-                data = data[file.write(data) :]
-            if on_disk:
-                os.fsync(file.fileno())
-        except OSError:
-            file.truncate(end)
-            raise
+    """Append text to a file. on_disk: wait until it is on the disk. Raises: OSError, which names the file."""
+    with naming(path), path.open("a", encoding="utf-8") as file:
+        file.write(content)
+        file.flush()
+        if on_disk:
+            os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

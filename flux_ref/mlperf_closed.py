@@ -16,10 +16,10 @@ from flux_ref import schedule
 from flux_ref.cli import one_line, shown
 from flux_ref.config import CHECKER, KEYS, Config, EvalConfig, ModelConfig, Values, flat, micro_batch
 from flux_ref.precision import policy
+from flux_ref.precision.policy import DTYPE_NAMES
 
 TRAIN_SAMPLES = 1_099_776  # of CC12M, as preprocessed by MLCommons
 VAL_SAMPLES = 29_696  # of COCO 2014, each with a stored timestep
-DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "fp32"}  # in the log
 VAL_PRECISION = "lowest_numerical_precision_in_eval"  # of the linears in validation; a key of the log alone
 # {key: the values that it may have}
 FIXED: dict[str, tuple[Any, ...]] = {key: (known.default,) for key, known in KEYS.items() if known.closed}
@@ -79,40 +79,28 @@ def find_departures(found: Values, rehearsal: bool) -> list[str]:
     return departures
 
 
-def narrowest_precision(cfg: Config, *products: str) -> str:
-    """The narrowest format in these products of the blocks' linears, as the log names it. No product: in all."""
-    plain = DTYPE_NAMES[cfg.compute.dtype]
-    if cfg.precision.is_plain:
-        return plain
-    return policy.narrowest_format(cfg, *products) or plain
+def values(cfg: Config, sizes: Values) -> Values:
+    """A config's values of all keys in FIXED, and others. sizes: {"train_samples", "val_samples"} of the data."""
+    precision = policy.narrowest_format(cfg, "forward") if cfg.precision.eval else DTYPE_NAMES[cfg.compute.dtype]
+    return flat(cfg) | sizes | {VAL_PRECISION: precision}
 
 
-def values(cfg: Config, train_samples: int, val_samples: int) -> Values:
-    """A config's values of all keys in FIXED, and others. train_samples, val_samples: samples in the data sets."""
-    precision = narrowest_precision(cfg, "forward") if cfg.precision.eval else DTYPE_NAMES[cfg.compute.dtype]
-    return flat(cfg) | {
-        "train_samples": train_samples,
-        "val_samples": val_samples,
-        VAL_PRECISION: precision,
-    }
-
-
-def departures(cfg: Config, train_samples: int, val_samples: int) -> list[str]:
-    """What disqualifies runs of a config before they start. train_samples, val_samples: samples in the data sets.
+def departures(cfg: Config, sizes: Values) -> list[str]:
+    """What disqualifies runs of a config before they start. sizes: {"train_samples", "val_samples"} of the data.
 
     In the open division only given weights do (rules, "Weight and Bias Initialization").
     """
-    found = find_departures(values(cfg, train_samples, val_samples), cfg.mllog.rehearsal)
+    found = find_departures(values(cfg, sizes), cfg.mllog.rehearsal)
     is_closed = cfg.mllog.submission_division == "closed"
     return [text for text in found if is_closed or text.startswith("init.weights")]
 
 
-def verdict(cfg: Config, train_samples: int, val_samples: int) -> str:
+def verdict(cfg: Config, sizes: Values) -> str:
     """Why a run is no benchmark result, in one line for the terminal; empty if it may be one.
 
-    train_samples, val_samples: samples in the data sets.
+    sizes: {"train_samples", "val_samples"} of the data.
     """
-    found = departures(cfg, train_samples, val_samples)
+    found = departures(cfg, sizes)
     if found and cfg.data.kind == "toy":
         return "no benchmark result: the data set is a toy"
     if found:
@@ -120,17 +108,17 @@ def verdict(cfg: Config, train_samples: int, val_samples: int) -> str:
     return REHEARSAL if cfg.mllog.rehearsal else ""
 
 
-def log_entries(cfg: Config, world_size: int, train_samples: int, val_samples: int) -> dict[str, object]:
+def log_entries(cfg: Config, world_size: int, sizes: Values) -> dict[str, object]:
     """What the benchmark's log tells of a run before the clock starts, by key, in its order.
 
-    train_samples, val_samples: samples in the data sets.
+    sizes: {"train_samples", "val_samples"} of the data.
     """
     batch = cfg.train.global_batch
     micro = micro_batch(cfg, world_size)
     interval = cfg.eval.every_samples
     if cfg.mllog.ruleset == "6.1.0":  # spec: from 6.1.0 on, rounded up to whole steps
         interval = schedule.steps_for(interval, batch) * batch
-    found = values(cfg, train_samples, val_samples) | {
+    found = values(cfg, sizes) | {
         "benchmark": "flux1",
         "optimizer": "adamw",
         "interval": interval,
@@ -140,7 +128,7 @@ def log_entries(cfg: Config, world_size: int, train_samples: int, val_samples: i
     parallel = cfg.parallel
     # Precision and parallelism. Rules 5.1.0 and 6.0.0 do not need these lines; 6.1.0 does.
     entries |= {
-        "lowest_numerical_precision_in_linear": narrowest_precision(cfg),
+        "lowest_numerical_precision_in_linear": policy.narrowest_format(cfg),
         "lowest_numerical_precision_in_attn": DTYPE_NAMES[cfg.compute.dtype],
         "lowest_numerical_precision_in_comm": "bfloat16"
         if "bf16" in (cfg.compute.dtype, parallel.reduce_dtype)

@@ -10,7 +10,7 @@ from pathlib import Path
 from mlperf_logging.mllog import constants, mllog
 
 from flux_ref import files, mlperf_closed
-from flux_ref.config import Config
+from flux_ref.config import Config, Values
 
 RESUMED = "resumed from step"  # how the disqualification of a run in several parts begins
 
@@ -39,6 +39,8 @@ class BenchmarkLog(logging.Handler):
     def write_to(self, path: Path) -> None:
         """Write the lines so far with the next one, and from then on each line as it comes."""
         self.path = path
+        if path.exists():
+            self.kept = "\n" + self.kept  # a full disk may have left half a line
 
     def emit(self, record: logging.LogRecord) -> None:
         """Called by `logging` with each line."""
@@ -60,14 +62,14 @@ class BenchmarkLog(logging.Handler):
     def init_start(self) -> None:
         self.mllogger.start(constants.INIT_START)
 
-    def describe(self, cfg: Config, world_size: int, train_samples: int, val_samples: int) -> None:
-        """Log what runs, and what the closed division forbids. train_samples, val_samples: samples in the data sets."""
+    def describe(self, cfg: Config, world_size: int, sizes: Values) -> None:
+        """Log what runs, and what the closed division forbids. sizes: {"train_samples", "val_samples"} of the data."""
         self.rehearsal = mlperf_closed.REHEARSAL if cfg.mllog.rehearsal else ""
         if cfg.mllog.submission_division == "open":
             self.loss_keys.append("averaged_validation_loss")  # checker, open_flux1.yaml
-        for key, value in mlperf_closed.log_entries(cfg, world_size, train_samples, val_samples).items():
+        for key, value in mlperf_closed.log_entries(cfg, world_size, sizes).items():
             self.mllogger.event(key, value)
-        for departure in mlperf_closed.departures(cfg, train_samples, val_samples):
+        for departure in mlperf_closed.departures(cfg, sizes):
             self.disqualify(departure)
 
     def run_start(self) -> None:

@@ -19,12 +19,12 @@ from tqdm import tqdm
 
 from flux_ref import config, graphs, loss_chart, ranks, run_folder, schedule
 from flux_ref.cli import Fault, Say, one_line, printable, progress
-from flux_ref.config import Config
+from flux_ref.config import Config, Values
 from flux_ref.evaluate import Validation
 from flux_ref.files import append, records, write_whole
 from flux_ref.loss_chart import Curve
 from flux_ref.model import parameter_table
-from flux_ref.precision.recipe import recipe_of
+from flux_ref.precision.recipe import PrecisionRecipe
 from flux_ref.ranks import World, device_name, peak_memory_gb
 from flux_ref.sharding import attention_kernel
 from flux_ref.trainer import NEVER, Health, Trainer, TrainState
@@ -47,8 +47,6 @@ class Reporter:
         self.val_curve: Curve = []
         self.bar = tqdm(disable=True)  # until training begins
         self.board: Any = None  # torch's SummaryWriter, where the package tensorboard is installed
-        self.unwritten: list[tuple[str, str]] = []  # records: the name of the file, and the line
-        self.failure: OSError | None = None  # why they are not written: the run must end
 
     def say(self, line: str) -> None:
         """One line on the terminal and in the result file."""
@@ -66,13 +64,13 @@ class Reporter:
         except Exception as error:
             self.say(f"{what} NOT drawn: {one_line(error, 300)}; the run goes on without")
 
-    def introduce(self, train_samples: int, val_samples: int) -> None:
-        """Print what runs. train_samples, val_samples: samples."""
+    def introduce(self, sizes: Values) -> None:
+        """Print what runs. sizes: {"train_samples", "val_samples"} of the data."""
         cfg = self.cfg
         world = self.world
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         micro = config.micro_batch(cfg, world.size)
-        compute, *sides = recipe_of(cfg).describe(micro, world.device)
+        compute, *sides = PrecisionRecipe(cfg).describe(micro, world.device)
         weights = cfg.init.weights or f"drawn from train.seed={cfg.train.seed}"
         lines = (
             f"flux_ref {cfg.name}: FLUX.1 of {parameters:,} parameters",
@@ -82,8 +80,8 @@ class Reporter:
             f"  steps   {graphs.mode(cfg, world.device)}",
             f"  batch   {cfg.train.global_batch} in micro-batches of {micro} per rank",
             f"  weights {weights}",
-            f"  data    {cfg.data.train} ({train_samples:,} samples); validation:"
-            f" {cfg.data.val or 'none'} ({val_samples:,})",
+            f"  data    {cfg.data.train} ({sizes['train_samples']:,} samples); validation:"
+            f" {cfg.data.val or 'none'} ({sizes['val_samples']:,})",
             f"  run     {self.folder}",
             *sides,
         )
@@ -116,13 +114,9 @@ class Reporter:
                 most = {"metrics.jsonl": samples, "eval.jsonl": samples - schedule.evaluates(samples, self.cfg)}
                 # All are read first: a damaged record is refused before a file changes.
                 kept = {name: records(self.folder / name, figure) for name, figure in FIGURES.items()}
-                for name, line in info["unwritten"]:
-                    if json.loads(line) not in kept[name]:
-                        kept[name].append(json.loads(line))
                 for name, found in kept.items():
                     found[:] = [record for record in found if record["samples"] <= most[name]]
-                    if found or (self.folder / name).exists():
-                        write_whole(self.folder / name, "".join(json.dumps(record) + "\n" for record in found))
+                    write_whole(self.folder / name, "".join(json.dumps(record) + "\n" for record in found))
                 self.train_curve = [(record["samples"], record["loss"]) for record in kept["metrics.jsonl"]]
                 self.val_curve = [(record["samples"], record["val_loss"]) for record in kept["eval.jsonl"]]
         self.say(
@@ -177,7 +171,7 @@ class Reporter:
 
         sync: the host waits for the device.
         """
-        require_finite(ranks.gather_objects(health.first_bad.tolist()), attention_kernel(self.cfg, self.world.device))
+        require_finite(ranks.gather_objects(health.first_bad.tolist()))
 
     def evaluation(self, samples: int, result: Validation, seconds: float) -> None:
         """Record and print the result of an evaluation that took so many seconds."""
@@ -197,19 +191,11 @@ class Reporter:
         self._show(lambda board: board.add_image("pictures", np.asarray(Image.open(path)), samples, dataformats="HWC"))
 
     def _record(self, name: str, record: dict, shown: dict[str, float]) -> None:
-        """Append a record to a file, and show figures in TensorBoard."""
+        """Append a record to a file, and show figures in TensorBoard. Raises: OSError, which ends the run."""
         if self.speaks:
-            self.unwritten.append((name, json.dumps(record) + "\n"))
-            try:
-                if not self.failure:  # the next checkpoint has what comes later
-                    append(self.folder / name, self.unwritten[0][1], on_disk=True)
-                    self.unwritten.clear()
-            except OSError as error:
-                self.failure = error
-        self._curves(record["samples"], shown)
-
-    def _curves(self, samples: int, figures: dict[str, float]) -> None:
-        self._show(lambda board: [board.add_scalar(name, value, samples) for name, value in figures.items()])
+            append(self.folder / name, json.dumps(record) + "\n", on_disk=True)
+        samples = record["samples"]
+        self._show(lambda board: [board.add_scalar(name, value, samples) for name, value in shown.items()])
 
     def _show(self, what: Callable[[Any], object]) -> None:
         """Write something to TensorBoard's files. The first error ends them."""
@@ -244,10 +230,10 @@ class Reporter:
         self._show(lambda board: board.close())
 
 
-def require_finite(first_bad: list[tuple[float, float]], kernel: str) -> None:
+def require_finite(first_bad: list[tuple[float, float]]) -> None:
     """Raises: Fault that says what went first.
 
-    first_bad: of each rank, the values of Health.first_bad. kernel: that of attention.
+    first_bad: of each rank, the values of Health.first_bad.
     """
     found = [
         (step, kind, rank) for rank, steps in enumerate(first_bad) for kind, step in enumerate(steps) if step != NEVER
@@ -255,10 +241,9 @@ def require_finite(first_bad: list[tuple[float, float]], kernel: str) -> None:
     if found:
         step, kind, rank = min(found)  # in one step, the loss of one rank spoils the norm of all
         what = ("loss", "gradient norm")[kind]
-        remedy = "lower optim.lr or inspect its data"
-        if kind and kernel == "cudnn":  # whose backward has been wrong before
-            remedy += ", or try --compute.attention=flash"
-        raise Fault(f"{what} is not finite in step {step + 1:.0f}, first on rank {rank}; {remedy}")
+        raise Fault(
+            f"{what} is not finite in step {step + 1:.0f}, first on rank {rank}; lower optim.lr or inspect its data"
+        )
 
 
 def commit(folder: Path = Path(__file__).parent) -> str:

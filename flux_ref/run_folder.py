@@ -28,7 +28,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 
-from flux_ref import checkpoint, config, config_file, files, ranks, schedule
+from flux_ref import checkpoint, config, config_file, files, ranks
 from flux_ref.checkpoint import Checkpoint
 from flux_ref.cli import Refusal
 from flux_ref.config import KEYS, Config
@@ -41,7 +41,6 @@ LOCK = ".lock"
 OLDER = "older."  # and a number: older runs inside a folder that cannot be renamed
 REACHED, ENDED = "target reached", "train.max_samples reached"  # how a run came to its end
 REMEDY = "set run.dir to another folder, or run.start_fresh=true to begin anew"
-SWITCH = "precision.switch"  # its entries that begin after the checkpoint may change
 
 
 def require_own(path: str, cfg: Config, overrides: list[str]) -> None:
@@ -135,8 +134,8 @@ def _checkpoint(cfg: Config, folder: Path, sizes: dict[str, int]) -> Path | None
     if saved:
         info = Checkpoint(saved).info
         there = config_file.from_flat(info["name"], info["config"])
-        ran = config.flat(there) | info | {SWITCH: _begun(there, info["step"])}
-        given = config.flat(cfg) | sizes | {SWITCH: _begun(cfg, info["step"])}
+        ran = config.flat(there) | info
+        given = config.flat(cfg) | sizes
         differ = [
             f"{key}={value!r}, there {ran[key]!r}"
             for key, value in given.items()
@@ -151,9 +150,3 @@ def _checkpoint(cfg: Config, folder: Path, sizes: dict[str, int]) -> Path | None
             longer = "raise train.max_samples or lower eval.target to train it longer (at optim.lr / 10 after a decay)"
             raise Refusal(f"{folder} holds a finished run; {longer}, or {REMEDY}")
     return saved
-
-
-def _begun(cfg: Config, step: int) -> tuple[tuple[int, str], ...]:
-    """The entries of precision.switch that begin at a step or before. An evaluation at the step is in their preset."""
-    batch = cfg.train.global_batch
-    return tuple(entry for entry in cfg.precision.switch if schedule.steps_for(entry[0], batch) <= step)

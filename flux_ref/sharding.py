@@ -24,7 +24,7 @@ from flux_ref import model, ranks, rng
 from flux_ref.cli import Refusal
 from flux_ref.config import Config, ParallelConfig
 from flux_ref.model import Flux
-from flux_ref.precision.recipe import DTYPES, Options, PrecisionRecipe, recipe_of
+from flux_ref.precision.recipe import DTYPES, Options, PrecisionRecipe
 from flux_ref.ranks import World
 
 # Regions whose gradients FSDP2 reduces at a time, before backward waits for a reduction. Before torch 2.13 it is one.
@@ -84,9 +84,9 @@ def named_parameters(net: ShardedFlux) -> dict[str, DTensor]:
 def build(cfg: Config, world: World, seed: int | None, recipe: PrecisionRecipe | None = None) -> ShardedFlux:
     """The sharded net of a config.
 
-    seed: of its initial weights; None leaves the weights undefined. recipe: None is recipe_of(cfg).
+    seed: of its initial weights; None leaves the weights undefined. recipe: None is PrecisionRecipe(cfg).
     """
-    recipe = recipe or recipe_of(cfg)
+    recipe = recipe or PrecisionRecipe(cfg)
     allow_attention(cfg, world.device)
     with torch.device("meta"):
         plain = Flux(cfg.model)

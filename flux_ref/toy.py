@@ -130,17 +130,12 @@ def encode_caption(caption: str, model: ModelConfig, own: bool = False) -> dict[
     """
     tokens = model.text_tokens
     vector = _spelled_vector if own else _word_vector
-    padded = (tokenize(caption) + [""] * tokens)[:tokens]
+    padded = (re.findall(r"\w+", caption.lower()) + [""] * tokens)[:tokens]
     states = np.stack([vector(word, model.t5_dim) for word in padded])
     if own:
         states += 0.5 * np.stack([_word_vector(f"place {i}", model.t5_dim) for i in range(tokens)])
     pooled = np.mean([vector(word, model.clip_dim) for word in padded], axis=0) * np.sqrt(tokens)
     return {"t5": states.astype(np.float32), "clip": pooled.astype(np.float32)}
-
-
-def tokenize(caption: str) -> list[str]:
-    """What has a vector of its own."""
-    return re.findall(r"\w+", caption.lower())
 
 
 @functools.cache

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from flux_ref import ranks
-from flux_ref.cli import Fault, Interrupted, ProgressCount, describe_os_error
+from flux_ref.cli import Fault, Interrupted, ProgressCount
 
 # They save a checkpoint and end the run: torchrun, job schedulers ahead of a limit (the next three), a closed terminal,
 # Ctrl-\.
@@ -41,7 +41,6 @@ PACKAGE = os.path.dirname(os.path.abspath(__file__))
 TICK_S = 1.0
 RECORD_S = 10.0  # most for a record of a hang
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it
-FAILED = 127  # stands for a failure among the numbers of signals; larger than all of them
 
 
 class Watchdog:
@@ -64,7 +63,6 @@ class Watchdog:
         self.launcher = os.getppid() if LAUNCHED in os.environ else None
         self.closed = threading.Event()
         self.signal = 0
-        self.reason = "another rank has a failure and names it"
         self.group: dist.ProcessGroup | None = None
         self.largest = torch.zeros(1, dtype=torch.int64)  # of the signals of all ranks
         self.sent: dist.Work | None = None
@@ -158,23 +156,17 @@ class Watchdog:
         elif number == (signal.SIGTERM if LAUNCHED in os.environ else signal.SIGINT):
             os._exit(128 + signal.SIGINT)  # torchrun repeats the first Ctrl-C, and makes SIGTERM of a second one
 
-    def fail(self, failure: OSError | None) -> None:
-        """Let all ranks stop at the next stop point, if there is a failure: a file of this rank cannot be written."""
-        if failure:
-            self.signal = FAILED
-            self.reason = describe_os_error(failure)
-
     def stop_point(self, place: str) -> None:
         """Note the place of this rank after each step and each validation batch. Collective.
 
         The ranks exchange their signals at one call and read the result at the next call, so that no rank waits.
-        Raises: Interrupted, on every rank at the same call, if any rank has received a signal or has a failure.
+        Raises: Interrupted, on every rank at the same call, if any rank has received a signal.
         """
         self.mark(place)
         if self.sent:
             self.sent.wait()
             if number := int(self.largest):
-                raise Interrupted(number, self.reason if number == FAILED else "")
+                raise Interrupted(number)
         else:
             for number in SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP, a job in the background Ctrl-C

@@ -15,6 +15,7 @@ The loss then depends on weights and data alone.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import cast
 
 import torch
@@ -23,9 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flux_ref import model
 from flux_ref.config import Config
-from flux_ref.model import Flux, SingleStreamBlock
+from flux_ref.model import Flux, PartsLinear
 from flux_ref.precision import fp8, policy
 from flux_ref.precision.blocks import BlockMatmul, MatmulOptions, RoundingKey
 from flux_ref.precision.casts import scale_of_magnitude
@@ -33,7 +33,7 @@ from flux_ref.precision.formats import E4M3, Products, matmul_path
 from flux_ref.precision.fp8 import NOTHING, Codes, Fp8Matmul, Scales, agreed_magnitudes, keep_scales
 
 
-class PolicyLinear(nn.Linear):
+class PolicyLinear(PartsLinear):
     """A linear whose parameters keep their names, shapes and dtype, and whose products are those of a policy.
 
     layer: its name in the net, by which a policy knows it.
@@ -66,19 +66,14 @@ class PolicyLinear(nn.Linear):
         self.pairs = pairs
         self.path = matmul_path(pairs)
 
-    def forward(self, *parts: Tensor) -> Tensor:
-        """(..., S, K) bf16 -> (..., S, N) bf16. parts: of the input, which join along K."""
-        (out,) = self.in_parts(parts, (self.out_features,))
-        return out
-
     def in_parts(self, parts: tuple[Tensor, ...], widths: Sequence[int]) -> Sequence[Tensor]:
         """The same with the result in parts: (..., S, n) for each n of widths, whose sum is N."""
         path = self.path if torch.is_grad_enabled() or self.in_validation else "plain"
         if path == "tensor":
             return self._in_fp8(parts, widths)
-        joined = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
         if path == "plain":
-            return F.linear(joined, self.weight, self.bias).split(widths, dim=-1)
+            return super().in_parts(parts, widths)
+        joined = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
         how = MatmulOptions(self.pairs, self.arch, self.draws if torch.is_grad_enabled() else None, joined.shape[-2])
         out = BlockMatmul.apply(joined.flatten(0, -2), self.weight, self.bias, how)
         return out.unflatten(0, joined.shape[:-1]).split(widths, dim=-1)
@@ -86,47 +81,20 @@ class PolicyLinear(nn.Linear):
     def _in_fp8(self, parts: tuple[Tensor, ...], widths: Sequence[int]) -> list[Tensor]:
         gradient, _ = self.pairs["grad_input"]
         is_e4m3 = gradient and gradient.form == E4M3
+        # For the gradients of queries, keys and values, which have one width, one kernel is enough.
+        groups = [list(group) for _, group in groupby(widths)]
         results = Fp8Matmul.apply(
             self.weight,
             self.bias,
             self.gathered,
             self.support._replace(gradient=self.support.forward) if is_e4m3 else self.support,
             any(self.pairs["grad_weight"]),
-            widths,
+            [sum(group) for group in groups],
             *((self.of_input, self.of_grad) if torch.is_grad_enabled() else (NOTHING, NOTHING)),
             *(part.flatten(0, -2) for part in parts),
         )
-        return [result.unflatten(0, parts[0].shape[:-1]) for result in results]
-
-
-class SplitSingleStreamBlock(nn.Module):
-    """A single block whose linears give and take parts. It takes over the modules of the plain one, with their names.
-
-    A compiler then casts each part to FP8 where the part is computed. It would write and read a joined tensor once
-    more: 20 % of the bytes of a step of schnell in FP8 on an H200, counted.
-    """
-
-    modulation: nn.Module
-    linear1: PolicyLinear
-    norm: nn.Module
-    linear2: PolicyLinear
-
-    def __init__(self, block: SingleStreamBlock):
-        super().__init__()
-        self.widths = (
-            sum(block.widths[:3]),
-            block.widths[3],
-        )  # queries, keys and values, for which one kernel is enough
-        for name, module in block.named_children():
-            self.add_module(name, module)
-
-    def forward(self, x_BSD: Tensor, vec_BD: Tensor, rope_SR2: Tensor) -> Tensor:
-        """As model.SingleStreamBlock.forward."""
-        shift_B1D, scale_B1D, gate_B1D = self.modulation(vec_BD)
-        x = model.modulated_norm(x_BSD, shift_B1D, scale_B1D)
-        qkv_BS3D, inner_BSM = self.linear1.in_parts((x,), self.widths)
-        attended_BSD = model.attention(*self.norm(*qkv_BS3D.chunk(3, dim=-1), rope_SR2))
-        return x_BSD + gate_B1D * self.linear2(attended_BSD, F.gelu(inner_BSM, approximate="tanh"))
+        split = [part for result, group in zip(results, groups) for part in result.split(group, dim=1)]
+        return [part.unflatten(0, parts[0].shape[:-1]) for part in split]
 
 
 def convert(net: Flux, cfg: Config, arch: str) -> None:
@@ -138,9 +106,6 @@ def convert(net: Flux, cfg: Config, arch: str) -> None:
         if any(matmul_path(stage.pairs[name]) != "plain" for stage in policy.stages(cfg)):
             linear = cast(nn.Linear, net.get_submodule(name))
             net.set_submodule(name, PolicyLinear(linear, name, cfg, arch))
-    for i, block in enumerate(net.single_blocks):
-        if isinstance(block.linear1, PolicyLinear) and isinstance(block.linear2, PolicyLinear):
-            net.single_blocks[i] = SplitSingleStreamBlock(cast(SingleStreamBlock, block))
 
 
 # FSDP2 gathers the weights of FP8 linears as FP8 codes: half the bytes of bf16, and no rank casts a whole weight.

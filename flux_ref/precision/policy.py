@@ -52,6 +52,7 @@ PRESETS = {
 }
 NARROW = ("nvfp4", "mxfp4", "mxfp6")  # formats below FP8, narrowest first; sides are named after them
 LAST = 0.15  # share of the blocks that "last" means; at least one
+DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "fp32"}  # in the log
 MULTIPLE = 16  # kernels of FP8 need sizes that this number divides
 TOKENS = "train.micro_batch, train.global_batch or model.text_tokens"  # keys that set the tokens of a micro-batch
 
@@ -213,11 +214,11 @@ def layers_with_delayed_scales(cfg: Config) -> list[str]:
     return [name for name in found[0].pairs if any(is_delayed(stage.pairs[name]) for stage in found)]
 
 
-def narrowest_format(cfg: Config, *wanted: str) -> str | None:
-    """The narrowest format of any side, as the benchmark's log names it; None if all are in bf16.
+def narrowest_format(cfg: Config, *wanted: str) -> str:
+    """The narrowest format of any side, as the benchmark's log names it; compute.dtype if none is cast.
 
     wanted: which of PRODUCTS to look at; all if none is given.
     """
     every = [products[one] for stage in stages(cfg) for products in stage.pairs.values() for one in wanted or PRODUCTS]
     text = " ".join(side.name for pair in set(every) for side in pair if side)
-    return next((form for form in NARROW if form in text), "fp8" if text else None)
+    return next((form for form in NARROW if form in text), "fp8" if text else DTYPE_NAMES[cfg.compute.dtype])

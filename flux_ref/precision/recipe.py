@@ -1,7 +1,7 @@
 """The precision recipe of a run: how the linears of the blocks compute, and when the core asks.
 
-`PrecisionRecipe` computes as model.py is written. `LowPrecisionRecipe` follows precision.preset, precision.rules and
-precision.switch: the policy of a config, its stages, and the history of delayed scales.
+It follows precision.preset, precision.rules and precision.switch. A plain config casts nothing: it has one stage, one
+phase and no converted linear.
 
 Delayed scaling: a side's scale comes from the largest magnitude of earlier steps, so a cast need not wait for a
 reduction. Weights are always scaled by their own magnitude. Every rank holds the same gathered weight, so the scale is
@@ -31,59 +31,11 @@ Options = dict[str, object]  # of Inductor
 
 
 class PrecisionRecipe:
-    """All products in compute.dtype: nothing is to do at any moment.
+    """The policy of a config, its stages, and the history of delayed scaling, the same on all ranks.
 
     phases: the first training step of each phase, 0 first. Each phase has compiled code and graphs of its own.
     switches: the presets that begin after the first one, by their first step.
     compiler: options beside those of sharding.py.
-    """
-
-    def __init__(self, cfg: Config):
-        self.cfg = cfg
-        self.phases: tuple[int, ...] = (0,)
-        self.switches: dict[int, str] = {}
-        self.compiler: Options = {}
-
-    def require(self, rows: int) -> None:
-        """rows: samples of a micro-batch. Raises: Refusal if the sizes forbid what a config asks for."""
-
-    def convert(self, net: Flux, device: torch.device) -> None:
-        """Change modules of a net on the meta device, before it is sharded. Names and shapes of parameters stay."""
-
-    def attach(self, net: nn.Module, world: World) -> None:
-        """The net is sharded and has memory."""
-
-    def begin(self, step: int) -> None:
-        """Choose how the next step and the next validation compute. step: steps trained so far."""
-
-    def after_backward(self) -> Tensor | float:
-        """Called once per step, after the last backward. May update the history, on the device alone.
-
-        Returns 1, or NaN if the gradients are not to be believed; the same on all ranks. The norm is multiplied by it.
-        """
-        return 1.0
-
-    def phase(self, step: int) -> int:
-        """The phase that a training step belongs to, by its first step."""
-        return max(first for first in self.phases if first <= step)
-
-    def reset(self) -> None:
-        """Forget all steps."""
-
-    def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds beside weights and moments, by its keys. All ranks have equal tensors."""
-        return {}
-
-    def after_load(self) -> None:
-        """The tensors of `state` were filled from a checkpoint."""
-
-    def describe(self, rows: int, device: torch.device) -> list[str]:
-        """What a run computes with, in words: one line, and more for a policy. rows: samples of a micro-batch."""
-        return [f"{self.cfg.compute.dtype} in training and validation"]
-
-
-class LowPrecisionRecipe(PrecisionRecipe):
-    """The policy of a config, its stages, and the history of delayed scaling, the same on all ranks.
 
     A stage with delayed scales has two phases: its first steps take dynamic scales and fill the history. (Gradients
     grow by orders of magnitude in the first steps of a run, while every gate is nearly zero.)
@@ -95,9 +47,9 @@ class LowPrecisionRecipe(PrecisionRecipe):
 
     def __init__(self, cfg: Config):
         """Raises: Refusal for a policy that cannot be."""
-        super().__init__(cfg)
+        self.cfg = cfg
         self.stages = policy.stages(cfg)
-        self.switches = {stage.first: stage.preset for stage in self.stages[1:]}
+        self.switches: dict[int, str] = {stage.first: stage.preset for stage in self.stages[1:]}
         # By the first step of each phase: its stage, and whether delayed sides take remembered scales.
         self.modes: dict[int, tuple[policy.Stage, bool]] = {}
         for stage, end in zip(self.stages, [*self.switches, math.inf]):
@@ -107,19 +59,20 @@ class LowPrecisionRecipe(PrecisionRecipe):
                 self.modes[filled] = (stage, True)
         self.phases = tuple(self.modes)
         self.delayed_layers = policy.layers_with_delayed_scales(cfg)
-        self.compiler = {"max_pointwise_cat_inputs": 0}  # transposed codes are written where they belong
-
-    def require(self, rows: int) -> None:
-        policy.require_rows(self.cfg, rows)
+        # With casts, transposed codes are written where they belong.
+        self.compiler: Options = {} if cfg.precision.is_plain else {"max_pointwise_cat_inputs": 0}
 
     def convert(self, net: Flux, device: torch.device) -> None:
+        """Change modules of a net on the meta device, before it is sharded. Names and shapes of parameters stay."""
         linear.convert(net, self.cfg, fp8.architecture(device))
 
     def attach(self, net: nn.Module, world: World) -> None:
+        """The net is sharded and has memory."""
         self.find(net, world.device)
         linear.install(net, self.cfg)
         self.first_sample = world.rank * rank_batch(self.cfg, world.size)
-        net.register_forward_pre_hook(self._before_forward)
+        if self.linears:
+            net.register_forward_pre_hook(self._before_forward)
 
     def find(self, net: nn.Module, device: torch.device) -> None:
         """Take the converted linears of a net and give them what training needs."""
@@ -139,8 +92,15 @@ class LowPrecisionRecipe(PrecisionRecipe):
         self.history = torch.zeros(len(kinds), self.cfg.precision.history, device=device)
         self.reset()
 
+    def phase(self, step: int) -> int:
+        """The phase that a training step belongs to, by its first step."""
+        return max(first for first in self.phases if first <= step)
+
     def begin(self, step: int) -> None:
-        """Works on the host, but for one number that it writes to the device."""
+        """Choose how the next step and the next validation compute. step: steps trained so far.
+
+        Works on the host, but for one number that it writes to the device.
+        """
         self.step.fill_(step)
         stage, is_filled = self.modes[self.phase(step)]
         for one in self.linears:
@@ -164,7 +124,7 @@ class LowPrecisionRecipe(PrecisionRecipe):
         """Add a step's magnitudes to the history and set the next step's scales; after the step's last backward.
 
         Returns 1.0, or NaN if any rank saw a non-finite magnitude: a cast with a remembered scale clamps infinity,
-        which hides it from the loss.
+        which hides it from the loss. The norm is multiplied by it.
 
         Collective. Works on the device alone and in place, so a captured graph may hold it. A tensor keeps its history
         and scale if its magnitude was 0 on all ranks, or not finite on any rank.
@@ -181,17 +141,21 @@ class LowPrecisionRecipe(PrecisionRecipe):
         return torch.where(amax.isfinite().all(), 1.0, torch.nan)
 
     def state(self) -> dict[str, Tensor]:
-        """The history of each layer with delayed sides."""
+        """What a checkpoint holds beside weights and moments, by its keys: the history of layers with delayed sides.
+
+        All ranks have equal tensors.
+        """
         return {f"fp8.history.{layer}": rows for layer, rows in zip(self.delayed_layers, self.history.split(2))}
 
     def after_load(self) -> None:
-        """Scales follow from the history."""
+        """The tensors of `state` were filled from a checkpoint. Scales follow from the history."""
         if self.amaxes:
             amax = self.history.amax(1)
             scale = torch.where(amax > 0, scale_of_magnitude(amax, self.largest), 1.0)  # 1 without history
             keep_scales(scale, self.scales)
 
     def reset(self) -> None:
+        """Forget all steps."""
         for tensor in (self.history, *self.amaxes):
             tensor.zero_()
         self.after_load()
@@ -199,7 +163,10 @@ class LowPrecisionRecipe(PrecisionRecipe):
         self.begin(0)
 
     def describe(self, rows: int, device: torch.device) -> list[str]:
+        """What a run computes with, in words: one line, and more for a policy. rows: samples of a micro-batch."""
         own = self.cfg.precision
+        if own.is_plain:
+            return [f"{self.cfg.compute.dtype} in training and validation"]
         validation = "as in training, with dynamic scales" if own.eval else self.cfg.compute.dtype
         lines = [f"{own.preset}; validation {validation}"]
         arch = fp8.architecture(device) if own.native else ""
@@ -215,8 +182,3 @@ class LowPrecisionRecipe(PrecisionRecipe):
                     counts[text] += 1
             lines += [f"    {count:>4} {text}" for text, count in counts.items()]
         return lines
-
-
-def recipe_of(cfg: Config) -> PrecisionRecipe:
-    """The recipe that a config asks for. Raises: Refusal for a policy that cannot be."""
-    return PrecisionRecipe(cfg) if cfg.precision.is_plain else LowPrecisionRecipe(cfg)

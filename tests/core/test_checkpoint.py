@@ -19,7 +19,7 @@ from conftest import micro_config, micro_run, refusal, require_identical
 from run_files import column, saved_steps, tensors_of
 from safetensors.torch import load_file
 
-from flux_ref import checkpoint, config, config_file
+from flux_ref import checkpoint, config, config_file, safetensors_io
 from flux_ref.checkpoint import Checkpoint, Saver, TensorSlice
 from flux_ref.cli import Fault
 from flux_ref.model import parameter_table
@@ -94,7 +94,7 @@ def test_every_byte_is_written_once_and_is_on_the_disk_before_the_folder_has_its
     cfg = narrow_config(final.parents[1], parallel__replicate=2 if writers == 4 else 1)
     require_identical(tensors_of(final), checkpoint_ranks.written_tensors(cfg))
     assert config_file.from_flat(saved.info["name"], saved.info.pop("config")) == cfg
-    assert saved.info == {"step": STEP, "samples": SAMPLES, "name": "micro", "unwritten": []} | FACTS
+    assert saved.info == {"step": STEP, "samples": SAMPLES, "name": "micro"} | FACTS
     sizes = [0] * writers
     for path in final.glob("*.safetensors"):
         sizes[int(path.name.split("_")[1])] += sum(tensor.nbytes for tensor in load_file(path).values())
@@ -202,8 +202,8 @@ def test_a_fault_does_not_cost_the_checkpoint_that_is_being_saved(trains, tmp_pa
     def fail(*_):
         raise Fault("broken")
 
-    write = checkpoint.write_rank
-    monkeypatch.setattr(checkpoint, "write_rank", lambda *args: threading.Event().wait(0.5) or write(*args))
+    write = safetensors_io.write
+    monkeypatch.setattr(safetensors_io, "write", lambda *args: threading.Event().wait(0.5) or write(*args))
     monkeypatch.setattr(Watchdog, "stop_point", fail)
     assert trains(tmp_path / "run", "--checkpoint.every_samples=12")[::2] == (3, "broken")
     (path,) = checkpoint.folder_of(tmp_path / "run").iterdir()

@@ -10,7 +10,7 @@ from shard_damage import opened
 from flux_ref import dataset, flow, rng, schedule
 from flux_ref.cli import Fault
 from flux_ref.dataloader import ValSet
-from flux_ref.evaluate import summarise, validation_loss
+from flux_ref.evaluate import validation_loss
 from flux_ref.trainer import Validator
 
 SIZES = (1, 3, pytest.param(4, marks=pytest.mark.slow))
@@ -45,7 +45,7 @@ def test_the_loss_equals_the_plain_definition(measured, plain, size):
         assert found["count"] == 45 and found["of all ranks"] == [found["val_loss"]] * size
 
 
-def test_fresh_noise_differs_between_evaluations_and_fixed_noise_does_not(world, shapes_dir):
+def test_fresh_noise_differs_between_evaluations_fixed_noise_does_not_and_no_mean_is_a_fault(world, shapes_dir):
     losses = {}
     for noise in ("fresh", "fixed"):
         cfg = rank_runs.clipped_config(shapes_dir, eval__noise=noise)
@@ -55,8 +55,5 @@ def test_fresh_noise_differs_between_evaluations_and_fixed_noise_does_not(world,
         losses[noise] = [validation_loss(steps, val_set, samples).val_loss for samples in (36, 72, 36)]
     assert losses["fresh"][0] == losses["fresh"][2] != losses["fresh"][1]
     assert len(set(losses["fixed"])) == 1
-
-
-def test_what_has_no_mean_is_a_fault():
     with pytest.raises(Fault, match="not finite after 36 training samples"):
-        summarise([[2.0] * 8, [1.0] * 7 + [float("nan")]], 36)
+        validation_loss(steps, val_set, 36, lambda place: steps.sums.fill_(float("nan")))

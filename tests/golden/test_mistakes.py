@@ -468,7 +468,7 @@ ROWS = (  # the parts of `record` that are computed, the module, its mistakes: c
             (
                 "the mean over samples; it is the mean of the eight means",
                 "sum(losses) / len(losses)",
-                "sum(sums[1]) / sum(sums[0])",
+                "sum(totals) / sum(counts)",
             ),
             (
                 "validation ignores the number of training samples: the noise is that of evaluation 0",

@@ -24,7 +24,7 @@ STEP, SAMPLES = 7, 84  # of the state that is written
 BREAKS = {  # what fails, and on which rank; -1: the last
     "the folder": (checkpoint, "require_space", 0),
     "writing": (safetensors_io, "write", -1),
-    "the manifest": (checkpoint, "write_manifest", 0),
+    "the manifest": (checkpoint.files, "write_whole", 0),
 }
 FILE_BYTES = 2**15  # of the written state, which is small
 FULL = OSError(errno.ENOSPC, "No space left on device")

@@ -6,7 +6,7 @@ from torch import nn
 from flux_ref.config import Config, PrecisionConfig
 from flux_ref.precision.fp8 import Codes, cast, magnitudes, scales_of
 from flux_ref.precision.linear import PolicyLinear
-from flux_ref.precision.recipe import LowPrecisionRecipe
+from flux_ref.precision.recipe import PrecisionRecipe
 
 
 def config(preset, **keys):
@@ -18,7 +18,7 @@ def low(linear, preset="fp8", arch="cpu", **keys):
     """A linear under a preset, with what training gives it."""
     cfg = config(preset, dynamic_steps=0, **keys)
     found = PolicyLinear(linear.bfloat16(), "single_blocks.0.linear1", cfg, arch)
-    LowPrecisionRecipe(cfg).find(found, linear.weight.device)
+    PrecisionRecipe(cfg).find(found, linear.weight.device)
     return found
 
 

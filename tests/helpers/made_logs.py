@@ -14,6 +14,7 @@ from flux_ref.schedule import steps_for
 # mlperf-logging reads its rules anew for every log. libyaml takes a tenth of the time.
 yaml.BaseLoader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 INTERVAL = 262_144
+SIZES = {"train_samples": TRAIN_SAMPLES, "val_samples": VAL_SAMPLES}  # of the benchmark's data
 EVALUATIONS = (33, 31, 34, 33, 34, 34, 34, 35, 34, 34)  # of ten runs that are a valid result under every ruleset
 
 
@@ -33,7 +34,7 @@ def lines(seed=100, batch=1024, evaluations=33, rate=1600.0, **values):
     add("cache_clear", True)
     add("init_start")
     cfg = Config()
-    entries = log_entries(cfg, 8, TRAIN_SAMPLES, VAL_SAMPLES)
+    entries = log_entries(cfg, 8, SIZES)
     entries |= {"global_batch_size": batch, "evaluation_frequency": INTERVAL, "seed": seed, "submission_org": "SOME"}
     for key, value in (entries | values).items():
         if "." not in key:  # those are our own
@@ -69,16 +70,16 @@ def ours(
     path,
     cfg,
     losses=(0.58,),
-    counts=(TRAIN_SAMPLES, VAL_SAMPLES),
+    sizes=SIZES,
     success=True,
 ):
-    """The log of a run with these evaluations. Returns what outcome.json would hold. counts: samples of the sets."""
+    """The log of a run with these evaluations. Returns what outcome.json would hold. sizes: of the data sets."""
     log = BenchmarkLog()
     log.write_to(path)
     if cfg.data.drop_page_cache:
         log.cache_clear()
     log.init_start()
-    log.describe(cfg, 8, *counts)
+    log.describe(cfg, 8, sizes)
     log.run_start()
     samples = 0
     batch = cfg.train.global_batch

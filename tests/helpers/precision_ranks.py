@@ -15,7 +15,7 @@ from flux_ref import config_file, ranks, schedule
 from flux_ref.checkpoint import Saver
 from flux_ref.dataloader import synthetic
 from flux_ref.precision import blocks
-from flux_ref.precision.recipe import recipe_of
+from flux_ref.precision.recipe import PrecisionRecipe
 from flux_ref.sharding import reshard
 from flux_ref.trainer import Health, TrainState, train_step, validation_step
 
@@ -43,7 +43,7 @@ def fp8_config(**values):
 
 
 def lively_state(cfg, world):
-    recipe = recipe_of(cfg)
+    recipe = PrecisionRecipe(cfg)
     return TrainState(lively_net(cfg, world, recipe), cfg, world)
 
 

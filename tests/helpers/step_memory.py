@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from flux_ref import config, config_file, ranks, sharding
 from flux_ref.dataloader import allocate
-from flux_ref.precision.recipe import recipe_of
+from flux_ref.precision.recipe import PrecisionRecipe
 from flux_ref.trainer import Health, Trainer, TrainState, train_step
 from tools.plan import memory, region_costs
 
@@ -111,7 +111,7 @@ def peaks(profiler):
 def tensor_bytes(cfg, world):
     """The most bytes of a rank's tensors in an eager step of an optimizer that has its moments, on a CPU."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        state = TrainState(sharding.build(cfg, world, None, recipe_of(cfg)), cfg, world)
+        state = TrainState(sharding.build(cfg, world, None, PrecisionRecipe(cfg)), cfg, world)
         health = Health(world.device)
         batch, _ = (allocate(cfg.model, rows) for rows in (config.rank_batch(cfg, world.size), cfg.eval.batch))
         for _ in range(2):

@@ -10,10 +10,10 @@ from other_values import with_another
 
 from flux_ref import config, config_file, mlperf_closed
 from flux_ref.config import MllogConfig
-from flux_ref.mlperf_closed import TRAIN_SAMPLES, VAL_SAMPLES
 from tools.report import score
 
-COUNTS = (TRAIN_SAMPLES, VAL_SAMPLES)
+SIZES = made_logs.SIZES
+SMALL = {"train_samples": 512, "val_samples": 8}
 CONFIGS = {path.stem: path for path in (ROOT / "configs").glob("*.toml")}
 SMOKE = CONFIGS["closed_smoke"]
 POINTS = SMOKE.with_name("closed_smoke_points.json")
@@ -38,18 +38,18 @@ def faults(path, ruleset=MllogConfig.ruleset):
 def test_each_departure_alone_disqualifies(tmp_path):
     """Without the entries `disqualified`, the logged values still speak, to `report` or to the official checker."""
     plain = load(CONFIGS["schnell_gbs512"])
-    cases = {key: (with_another(plain, key), COUNTS) for key, known in config.KEYS.items() if known.closed}
+    cases = {key: (with_another(plain, key), SIZES) for key, known in config.KEYS.items() if known.closed}
     cases |= {
-        "train_samples": (plain, (512, VAL_SAMPLES)),
-        "val_samples": (plain, (TRAIN_SAMPLES, 8)),
+        "train_samples": (plain, SIZES | {"train_samples": 512}),
+        "val_samples": (plain, SIZES | {"val_samples": 8}),
     }
     assert {*cases, mlperf_closed.VAL_PRECISION} == {*mlperf_closed.FIXED}, "every compute of ours may validate"
     path = tmp_path / "result_0.txt"
-    for key, (cfg, counts) in cases.items():
+    for key, (cfg, sizes) in cases.items():
         path.unlink(missing_ok=True)
-        flaw = made_logs.ours(path, cfg, counts=counts)
+        flaw = made_logs.ours(path, cfg, sizes=sizes)
         stop = path.read_text().splitlines()[-1]
-        for text in (flaw, mlperf_closed.verdict(cfg, *counts), " ".join(faults(path)), stop):
+        for text in (flaw, mlperf_closed.verdict(cfg, sizes), " ".join(faults(path)), stop):
             assert re.search(f"{key}=[^;]+, MLPerf fixes ", text), (key, text)
         assert '"status": "aborted"' in stop, key
         stripped(path, "disqualified")
@@ -64,26 +64,24 @@ def test_each_departure_alone_disqualifies(tmp_path):
 def test_the_benchmarks_configs_depart_in_nothing_and_the_open_division_is_left_alone(tmp_path):
     for name, path in CONFIGS.items():
         if name.startswith(("schnell", "mi3")):
-            assert mlperf_closed.verdict(load(path), *COUNTS) == "", name
+            assert mlperf_closed.verdict(load(path), SIZES) == "", name
     free = ("train.seed=3", "optim.lr=1e-3", "optim.warmup_steps=9", "train.global_batch=1024", "precision.preset=fp8")
     free += ("eval.at_start=true", "parallel.reduce_dtype=bf16", "pictures.count=4")
-    assert mlperf_closed.departures(load(CONFIGS["schnell_gbs512"], *free), *COUNTS) == []
-    assert mlperf_closed.verdict(load(CONFIGS["tiny"]), 2592, 576) == "no benchmark result: the data set is a toy"
-    line = mlperf_closed.verdict(load(CONFIGS["tiny"], "data.kind=embeddings"), 2592, 576)
+    assert mlperf_closed.departures(load(CONFIGS["schnell_gbs512"], *free), SIZES) == []
+    assert mlperf_closed.verdict(load(CONFIGS["tiny"]), SMALL) == "no benchmark result: the data set is a toy"
+    line = mlperf_closed.verdict(load(CONFIGS["tiny"], "data.kind=embeddings"), SMALL)
     assert line.startswith("no benchmark result: model.hidden=128, MLPerf fixes 3072; ") and len(line) < 350
     opened = load(SMOKE, "mllog.submission_division=open", "mllog.rehearsal=false", "eval.target=0.9")
-    assert (
-        made_logs.ours(tmp_path / "log", opened, counts=(512, 8)) == "" and mlperf_closed.verdict(opened, 512, 8) == ""
-    )
+    assert made_logs.ours(tmp_path / "log", opened, sizes=SMALL) == "" and mlperf_closed.verdict(opened, SMALL) == ""
     given = config_file.replace(opened, init__weights="some")
-    assert mlperf_closed.departures(given, 512, 8) == ["init.weights='some', MLPerf fixes ''"]
+    assert mlperf_closed.departures(given, SMALL) == ["init.weights='some', MLPerf fixes ''"]
 
 
 def test_a_rehearsal_passes_all_checks_and_is_no_result(tmp_path):
     """Its model and its data may be smaller, and nothing else."""
-    cfg, counts = load(SMOKE), (16_384, VAL_SAMPLES)
-    assert mlperf_closed.verdict(cfg, *counts) == "rehearsal: no benchmark result"
-    assert made_logs.ours(tmp_path / "log", cfg, (0.34,), counts) == mlperf_closed.REHEARSAL
+    cfg, sizes = load(SMOKE), SIZES | {"train_samples": 16_384}
+    assert mlperf_closed.verdict(cfg, sizes) == "rehearsal: no benchmark result"
+    assert made_logs.ours(tmp_path / "log", cfg, (0.34,), sizes) == mlperf_closed.REHEARSAL
     assert {ruleset: faults(tmp_path / "log", ruleset) for ruleset in RULESETS} == {key: [] for key in RULESETS}
     paths = [tmp_path / f"result_{i}.txt" for i in range(10)]
     for i, path in enumerate(paths):

@@ -15,7 +15,7 @@ from bench.fake_ranks import fake_world
 from flux_ref import config, config_file, sharding
 from flux_ref.dataloader import allocate
 from flux_ref.model import Flux
-from flux_ref.precision.recipe import recipe_of
+from flux_ref.precision.recipe import PrecisionRecipe
 from flux_ref.trainer import Health, TrainState, train_step
 from tools.plan import __main__ as commands
 from tools.plan import memory, plan, region_costs, step_time
@@ -74,7 +74,7 @@ def test_the_layout_is_that_of_fsdp2():
         cfg = wide(train__global_batch=gpus, parallel__region_blocks=blocks)
         with fake_world(gpus, node=node) as world, torch.device("meta"):
             net = Flux(cfg.model)
-            sharding.shard(net, cfg, world, recipe_of(cfg))
+            sharding.shard(net, cfg, world, PrecisionRecipe(cfg))
             units = [*net.double_blocks, *net.single_blocks, net]
             groups = [unit._get_fsdp_state()._fsdp_param_group.fsdp_params for unit in units]
             sizes = []

@@ -24,8 +24,8 @@ from flux_ref.checkpoint import Checkpoint, load
 from flux_ref.config import ModelConfig
 from flux_ref.model import SingleStreamBlock
 from flux_ref.precision import fp8
-from flux_ref.precision.linear import PolicyLinear, SplitSingleStreamBlock
-from flux_ref.precision.recipe import LowPrecisionRecipe
+from flux_ref.precision.linear import PolicyLinear
+from flux_ref.precision.recipe import PrecisionRecipe
 from flux_ref.trainer import Trainer
 
 ARCHS = ("cpu", "gfx942", "sm100")  # both families of formats, both rules of layout
@@ -65,7 +65,7 @@ def test_a_history_keeps_the_newest_magnitudes_and_sets_the_next_scale(world, mo
     """The largest of a step's micro-batches counts; 0 and infinity leave history and scale as they were."""
     cfg = fp8_net.config("fp8_delayed", history=2, dynamic_steps=1)
     linear = PolicyLinear(nn.Linear(32, 16).bfloat16(), "single_blocks.0.linear1", cfg, "cpu")
-    state = LowPrecisionRecipe(cfg)
+    state = PrecisionRecipe(cfg)
     state.find(linear, torch.device("cpu"))
     taken = []
     cast = fp8.cast
@@ -91,17 +91,23 @@ def test_a_history_keeps_the_newest_magnitudes_and_sets_the_next_scale(world, mo
     assert histories == [[0, 0], [2, 0], [8, 2], [1, 8], [1, 8], [1, 8]]
 
 
-def test_a_block_in_parts_gives_the_bits_of_the_plain_one_in_every_layout():
+def test_a_block_in_parts_gives_the_bits_of_one_with_whole_tensors_in_every_layout(monkeypatch):
     """Inputs and gradients in parts, with the largest magnitude in any part, dynamic and delayed."""
+    in_parts = PolicyLinear.in_parts
+
+    def joined(linear, parts, widths):
+        (out,) = in_parts(linear, (torch.cat(parts, dim=-1),), (linear.out_features,))
+        return out.split(widths, dim=-1)
+
     model = ModelConfig(hidden=64, heads=2, rope_axes=(16, 8, 8))
 
-    def computed(in_parts, arch, preset, seed):
+    def computed(linear_in_parts, arch, preset, seed):
+        monkeypatch.setattr(PolicyLinear, "in_parts", linear_in_parts)
         torch.manual_seed(seed)
         block = SingleStreamBlock(model).bfloat16()
         linears = [low(one, preset, arch) for one in (block.linear1, block.linear2)]
         block.linear1, block.linear2 = linears
         leaves = [(randn(2, 16, 64) * torch.arange(1, 65).roll(seed * 40)).requires_grad_(), randn(2, 64, seed=3)]
-        block = SplitSingleStreamBlock(block) if in_parts else block
         out = block(*leaves, torch.ones(16, 16, 2))
         out.backward(randn(2, 16, 64, seed=seed + 5))
         named = dict(block.named_parameters())
@@ -110,11 +116,11 @@ def test_a_block_in_parts_gives_the_bits_of_the_plain_one_in_every_layout():
         return [out, leaves[0].grad, *(one.grad for one in named.values()), *amaxes]
 
     for preset, seed in product(("fp8", "fp8_delayed"), range(3)):
-        plain = computed(False, "sm89", preset, seed)
+        want = computed(joined, "sm89", preset, seed)
         for arch in ("sm89", "sm100"):
-            assert all(map(torch.equal, computed(True, arch, preset, seed), plain)), (arch, preset, seed)
+            assert all(map(torch.equal, computed(in_parts, arch, preset, seed), want)), (arch, preset, seed)
     for case in (("gfx942", "fp8_delayed", 1), ("cpu", "mxfp8", 1)):
-        assert all(map(torch.equal, computed(True, *case), computed(False, *case))), case
+        assert all(map(torch.equal, computed(in_parts, *case), computed(joined, *case))), case
 
 
 def test_every_device_with_fp8_has_its_formats_and_layouts(monkeypatch):

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flux_ref import config_file
 from flux_ref.precision import blocks, fp8
 from flux_ref.precision.formats import SIDES
-from flux_ref.precision.recipe import LowPrecisionRecipe
+from flux_ref.precision.recipe import PrecisionRecipe
 
 M, N, K = 160, 96, 256  # 160 and 96 rows do not fill a tile of 128
 FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -133,7 +133,7 @@ def test_sides_and_sizes_decide_what_is_native_and_a_run_says_so(monkeypatch):
         ("sm100", "under80", {}, {"blackwell mxfp4": 456, "blackwell mxfp8": 76}),
     ):
         monkeypatch.setattr(fp8, "architecture", lambda device, arch=arch: arch)
-        said = LowPrecisionRecipe(config_file.replace(config(preset), **values)).describe(32, torch.device("cpu"))
+        said = PrecisionRecipe(config_file.replace(config(preset), **values)).describe(32, torch.device("cpu"))
         found = Counter()
         for count, kernel in re.findall(r"(\d+) .* \((.*)\)", "\n".join(said)):
             found[kernel] += int(count)

@@ -11,7 +11,6 @@ from flux_ref.config import ModelConfig
 from flux_ref.model import parameter_table
 from flux_ref.precision import policy
 from flux_ref.precision.formats import PRODUCTS, matmul_path, pair_text
-from flux_ref.precision.recipe import recipe_of
 
 TINY = config_file.replace(
     config_file.load(ROOT / "configs/tiny.toml"),
@@ -112,7 +111,7 @@ def test_what_cannot_be_is_refused_with_the_rule_or_the_product_and_the_remedy()
     ]
 
     def ready(values):
-        recipe_of(tiny(**values)).require(30)
+        policy.require_rows(tiny(**values), 30)
 
     found = [(refusal(ready, values), want) for values, want in cases]
     assert [(said, want) for said, want in found if want not in said] == []
@@ -129,7 +128,7 @@ def test_stages_begin_at_the_step_that_reaches_their_samples():
     assert ways["single_blocks.0.linear1"] == "blocks"
     assert [{*map(matmul_path, stage.pairs.values())} for stage in (second, last)] == [{"tensor"}, {"plain"}]
     assert policy.layers_with_delayed_scales(cfg) == list(second.pairs) and not policy.layers_gathered_in_fp8(cfg)
-    assert (policy.narrowest_format(cfg), policy.narrowest_format(TINY)) == ("nvfp4", None)
+    assert (policy.narrowest_format(cfg), policy.narrowest_format(TINY)) == ("nvfp4", "bfloat16")
     mixed = tiny(preset="fp8", rules=("*.qkv grad_weight: bf16 x bf16", "last.* *: bf16 x bf16"))
     gathered = policy.layers_gathered_in_fp8(mixed)
     assert len(gathered) == 8 + 2 and "double_blocks.0.img_attn.qkv" in gathered

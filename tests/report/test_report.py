@@ -179,7 +179,7 @@ def test_which_files_are_a_system(tmp_path, monkeypatch):
         cfg = config_file.load(
             MICRO, [f"--run.dir={name}\u2028{name}", f"--train.seed={seed}", f"--train.global_batch={batch}"]
         )
-        made_logs.ours(folder / "result_0.txt", cfg, (0.5,), (100, 10))
+        made_logs.ours(folder / "result_0.txt", cfg, (0.5,), {"train_samples": 100, "val_samples": 10})
         (folder / "config.toml").write_text(config_file.dump(cfg))
         if name != "other":
             shutil.copy(folder / "result_0.txt", f"runs/result_{seed}.txt")

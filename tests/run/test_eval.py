@@ -207,4 +207,4 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_replaced_by_the_newest
     (found,) = evaluate(copy, "--json")
     assert figures(found) == want[1] and found["weights"].endswith("step_000000004")
     _, newest = checkpoint.list_checkpoints(copy)
-    assert "was deleted while it was read" in evaluate(newest, code=2)
+    assert "is missing or damaged" in evaluate(newest, code=2)

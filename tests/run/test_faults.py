@@ -75,7 +75,7 @@ def test_a_file_that_counts_and_cannot_be_written_ends_the_run_which_goes_on_lat
         ("metrics.jsonl", 3, 1, report_module, "append", errno.EROFS),
         ("metrics.jsonl", 2, 99, report_module, "append", errno.ENOENT),
         ("eval.jsonl", 1, 99, report_module, "append", errno.EACCES),
-        ("result_0.txt", 6, 1, files, "append", errno.ENOSPC),
+        ("result_0.txt", 12, 1, files, "append", errno.ENOSPC),
         ("outcome.json", 0, 1, report_module, "write_whole", errno.ENOSPC),
     ):
         run = tmp_path / f"{name}_{after}"

@@ -31,7 +31,7 @@ TEXT = """# Tables
 
 Each key with its default; `python train.py --help` explains all of them and gives their bounds.
 
-- `free`: you may change this key when you continue a run. (In `precision.switch`, only entries that begin later.)
+- `free`: you may change this key when you continue a run.
 - `rules`, `reference`, `checker`: MLPerf's closed division fixes the default, by its rules
   (mlcommons/training_policies), the reference's code (mlcommons/training) or the log checker (mlperf-logging).
 

@@ -10,7 +10,7 @@ from flux_ref.config import Config, PrecisionConfig
 from flux_ref.precision.casts import scale_of_magnitude
 from flux_ref.precision.fp8 import cast, magnitudes, scales_of
 from flux_ref.precision.linear import PolicyLinear
-from flux_ref.precision.recipe import LowPrecisionRecipe
+from flux_ref.precision.recipe import PrecisionRecipe
 from tools.golden.files import inputs_of
 from tools.golden.training import CPU, Replay, Tensors, batches, named, passed, plain
 
@@ -105,7 +105,7 @@ def delayed_scales(run: Replay) -> Tensors:
         precision__history=about["history"],
         precision__dynamic_steps=0,
     )
-    recipe = LowPrecisionRecipe(small.cfg)
+    recipe = PrecisionRecipe(small.cfg)
     net = model.Flux(small.cfg.model)
     recipe.convert(net, CPU)
     recipe.find(net, CPU)

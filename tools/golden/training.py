@@ -1,6 +1,6 @@
 """The golden values of training and validation: initial weights, clipping, steps, two ranks, evaluation."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import cache, partial
 from itertools import count
@@ -85,6 +85,7 @@ def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
     values: dict[str, Any] = {}
     calls: list[tuple[Tensor, ...]] = []  # of attention, block by block: operands and result
     attention = model.attention
+    in_parts = model.PartsLinear.in_parts
 
     def attend(*operands_BSHK: Tensor) -> Tensor:
         result_BSD = attention(*operands_BSHK)
@@ -96,10 +97,17 @@ def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
         values[f"{name}.input"] = args[0]
         values[name] = result.transpose(1, 2) if is_norm else result
 
-    for name, module in net.named_modules():
-        module.register_forward_hook(partial(note, name))
+    def note_parts(linear: model.PartsLinear, parts: tuple[Tensor, ...], widths: Sequence[int]) -> Sequence[Tensor]:
+        results = in_parts(linear, parts, widths)
+        note(names[linear], linear, (torch.cat(parts, dim=-1),), torch.cat(list(results), dim=-1))
+        return results
 
-    with patch.object(model, "attention", attend):
+    names = {module: name for name, module in net.named_modules()}
+    for module, name in names.items():
+        if not isinstance(module, model.PartsLinear):
+            module.register_forward_hook(partial(note, name))
+
+    with patch.object(model, "attention", attend), patch.object(model.PartsLinear, "in_parts", note_parts):
         losses = flow.losses(net, batch, dtype)
     losses.mean().backward()
     latent = flow.sample_latent(batch["mean"], batch["logvar"], batch["latent_eps"])

@@ -12,9 +12,8 @@ from flux_ref import config, config_file, mlperf_closed, schedule
 from flux_ref.cli import progress
 from flux_ref.config import Config
 from flux_ref.mlperf_closed import TRAIN_SAMPLES, VAL_SAMPLES, is_benchmark
-from flux_ref.precision import policy
 from flux_ref.precision.policy import MULTIPLE
-from flux_ref.precision.recipe import recipe_of
+from flux_ref.precision.recipe import PrecisionRecipe
 from tools.flops_and_bytes import FsdpLayout
 from tools.plan import memory, region_costs, step_time
 from tools.plan.memory import Instant
@@ -93,7 +92,7 @@ def planned(cfg: Config, machine: Machine, footprints: Footprints) -> Plan:
     graphs = host = 0.0
     if enabled == "on" or (enabled == "auto" and machine.gpu.arch.startswith("sm")):  # as graphs.obstacle
         nodes += sum(footprints[unit.kind].forward.kernels for unit in layout.units)  # of a validation batch
-        graphs = len(recipe_of(cfg).phases) * nodes * assumed.graph_node_kb * KB
+        graphs = len(PrecisionRecipe(cfg).phases) * nodes * assumed.graph_node_kb * KB
     else:
         host = (
             layout.micros * len(layout.units) * assumed.host_ms_per_region / 1e3
@@ -130,7 +129,7 @@ def fastest(cfg: Config, machine: Machine) -> list[Plan]:
     One for each micro-batch that divides a rank's samples and each activation budget: it keeps the most regions.
     """
     tokens = (cfg.model.text_tokens, cfg.model.image_tokens)
-    step = MULTIPLE // gcd(*tokens, MULTIPLE) if policy.narrowest_format(cfg) else 1  # see policy.require_rows
+    step = MULTIPLE // gcd(*tokens, MULTIPLE) if not cfg.precision.is_plain else 1  # see policy.require_rows
     batch = config.rank_batch(cfg, machine.gpus)
     room = machine.gpu.memory_gb * GB - SPARE
     found: list[Plan] = []
@@ -160,7 +159,8 @@ def warnings(one: Plan) -> list[str]:
     if one.total > one.card:
         lines.append(f"memory: {one.total / GB:.0f} GB do not fit {one.card / GB:g} GB")
 
-    departures = mlperf_closed.departures(cfg, cfg.data.expected_train_samples or TRAIN_SAMPLES, one.val_samples)
+    train_samples = cfg.data.expected_train_samples or TRAIN_SAMPLES
+    departures = mlperf_closed.departures(cfg, {"train_samples": train_samples, "val_samples": one.val_samples})
     if len(departures) < 5:  # else it is no benchmark run, and nobody takes it for one
         lines += [f"no benchmark result: {text}" for text in departures]
     if one.host >= one.times.step:
