@@ -35,6 +35,7 @@ MEMBERS = ("t5", "clip", "mean", "logvar")
 Arrays = dict[str, np.ndarray]  # of one sample, each of MEMBERS: bf16 bits as uint16
 HAS_FADVISE = hasattr(os, "posix_fadvise")  # macOS has none
 BLOCK, RECORD = 512, 10_240  # bytes; tar's two units
+NAME_BYTES = 100  # of a tar header, which begins with the member's name
 NPY_HEADER = 128  # bytes before the numbers of a .npy blob
 END_BYTES = 2 * BLOCK  # an archive ends with two zero blocks
 INFINITE = 0x7F80  # the exponent bits of a bf16: all are set in infinite numbers and NaN
@@ -60,8 +61,10 @@ class SampleLayout:
 
     def __init__(self, shapes: Shapes):
         self.shapes = shapes
+        # The bytes of each member, by what its name has after the key. Zeros fill up the text.
+        self.sizes = {"json": BLOCK} | {f"{name}.bytes": NPY_HEADER + 2 * prod(shapes[name]) for name in MEMBERS}
         # Of a sample in a shard, with tar headers and padding.
-        self.stride = 2 * BLOCK + sum(BLOCK + _round_up(NPY_HEADER + 2 * prod(shapes[name])) for name in MEMBERS)
+        self.stride = sum(BLOCK + _round_up(size) for size in self.sizes.values())
 
     def arrays(self) -> Arrays:
         """Memory for one sample: an uninitialised uint16 array for each member."""
@@ -70,7 +73,7 @@ class SampleLayout:
     def numbers(self, name: str, blob: bytes | memoryview) -> np.ndarray:
         """The bf16 bits in the .npy blob of a member, not copied. Raises: ValueError if it has another form."""
         shape = self.shapes[name]
-        if bytes(blob[:NPY_HEADER]) != npy_header(shape) or len(blob) != NPY_HEADER + 2 * prod(shape):
+        if bytes(blob[:NPY_HEADER]) != npy_header(shape) or len(blob) != self.sizes[f"{name}.bytes"]:
             raise ValueError(f"{name} is no .npy file of uint16 {shape} in C order")
         return np.frombuffer(blob, np.uint16, offset=NPY_HEADER).reshape(shape)
 
@@ -142,34 +145,24 @@ class Shard:
         members = {}
         begin = 0
         while begin < len(content):  # by hand: tarfile takes three times as long, and holds up the training thread
-            name, size = _tar_header(content[begin : begin + BLOCK])
+            name = content[begin : begin + NAME_BYTES].rstrip(b"\0").decode(errors="replace")
+            key, _, kind = name.partition(".")
+            size = self.layout.sizes.get(kind, 0)
             begin += BLOCK
             members[name] = content[begin : begin + size]
             begin += _round_up(size)
-        key = next(iter(members), "").partition(".")[0]
-        wanted = {f"{key}.json", *(f"{key}.{name}.bytes" for name in MEMBERS)}
-        if members.keys() != wanted:
+        if members.keys() != {f"{key}.{kind}" for kind in self.layout.sizes}:
             raise ValueError(f"it holds {shown(list(members))}, want json, t5, clip, mean and logvar of one key")
         for name in MEMBERS:
             arrays[name][...] = self.layout.numbers(name, members[f"{key}.{name}.bytes"])
             if (arrays[name] & INFINITE == INFINITE).any():
                 raise ValueError(f"{name} holds NaN or infinite values")
-        text = members[f"{key}.json"]
+        text = members[f"{key}.json"].rstrip(b"\0")
         said = files.json_object_or_empty(text)  # {} for anything else
         timestep = said.get("timestep")
         if not said or type(timestep) not in (int, type(None)):
             raise ValueError(f"its json is {shown(text)}, want an object, with timestep an integer or null")
         return Meta(key, timestep, str(said.get("caption") or ""))
-
-
-def _tar_header(block: bytes) -> tuple[str, int]:
-    """(name, size) of the member that a tar header begins. Raises: ValueError."""
-    if block[257:262] != b"ustar":
-        raise ValueError("no tar header stands where a member begins")
-    digits = block[124:136].strip(b"\0 ")
-    if digits.strip(b"01234567"):  # int() takes a sign and underscores, too; a negative size would never end
-        raise ValueError(f"{shown(digits)} stands where a tar header gives a member's size in octal digits")
-    return block[:100].rstrip(b"\0").decode(), int(digits, 8)
 
 
 class ShardSet:
