@@ -240,7 +240,7 @@ def read_empty(folder: str | Path, layout: SampleLayout) -> Arrays:
         path = Path(folder) / f"{name}_empty.npy"
         shape = layout.shapes[name]
         try:
-            array = np.load(path, mmap_mode="r")  # refuses pickles, and allocates nothing that the file does not hold
+            array = np.load(path)  # refuses pickles
             if array.dtype not in (np.uint16, np.float16, np.float32) or array.shape not in (shape, (1, *shape)):
                 raise ValueError(f"it is {array.dtype} {array.shape}, want uint16, float16 or float32 {shape}")
             values = from_bf16_bits(array) if array.dtype == np.uint16 else array
