@@ -28,7 +28,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from flux_ref import files
-from flux_ref.cli import Refusal, count_progress, one_line, shown
+from flux_ref.cli import Fault, Refusal, count_progress, one_line, shown
 from flux_ref.config import ModelConfig, Shape, Shapes
 
 MEMBERS = ("t5", "clip", "mean", "logvar")
@@ -41,8 +41,12 @@ END_BYTES = 2 * BLOCK  # an archive ends with two zero blocks
 INFINITE = 0x7F80  # the exponent bits of a bf16: all are set in infinite numbers and NaN
 
 
-class BadSample(Refusal):
-    """A sample is not what it should be. The message names the shard, the sample and the reason."""
+class BadSample(Fault):
+    """A sample is not what it should be. The message names the shard, the sample, the reason and the remedy."""
+
+    def __init__(self, reason: str):
+        remedy = "by data.kind=toy with --data.train=DIR/train --data.val=DIR/val, or by tools.prepare"
+        super().__init__(f"{reason}; make the set anew: {remedy}", alone=True)
 
 
 def _round_up(size: int, unit: int = BLOCK) -> int:

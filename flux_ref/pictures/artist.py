@@ -47,7 +47,7 @@ class Artist:
                 self.autoencoder = encoders.load_autoencoder(vae, world.device)
 
     def take_stored(self, samples: ShardSet) -> None:
-        """Draw pictures.count different captions from all over an open data set, always the same. Raises: Refusal.
+        """Draw pictures.count different captions from all over an open data set, always the same. Raises: Refusal, Fault.
 
         At most LOOKED_AT samples for each caption are looked at, so there may be fewer.
         """

@@ -26,7 +26,6 @@ from PIL import Image
 from flux_ref import config_file, dataset, safetensors_io, weights
 from flux_ref.cli import Fault, Refusal
 from flux_ref.config import KEYS
-from flux_ref.dataset import BadSample
 from flux_ref.pictures import captioned as pictures
 from flux_ref.pictures.captioned import Rejected
 from tools.report import result_log, score
@@ -49,7 +48,7 @@ def examples(count):
 
 def told():
     """What is not read is refused: `cli.complain` says it in one line. Each other exception ends the test."""
-    return suppress(Refusal, Fault, BadSample)
+    return suppress(Refusal, Fault)
 
 
 @contextmanager
