@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,7 +145,8 @@ class SampleSet:
         self.rank = rank
         self.size = size
         folder = cfg.data.val if self.split == "val" else cfg.data.train or "."
-        self.shards = dataset.ShardSet(folder, dataset.sample_layout(cfg.model))
+        paths = dataset.paths_of(Path(folder)) if folder else []
+        self.shards = dataset.ShardSet(paths, dataset.sample_layout(cfg.model))
         self.count = len(self.shards)  # samples
         expected = {"train": cfg.data.expected_train_samples, "val": cfg.data.expected_val_samples}
         wanted = expected[self.split]

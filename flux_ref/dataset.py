@@ -70,6 +70,21 @@ class SampleLayout:
         # Of a sample in a shard, with tar headers and padding.
         self.stride = sum(BLOCK + _round_up(size) for size in self.sizes.values())
 
+    def count(self, path: Path) -> int:
+        """The samples in a shard, by its size; it is not opened. Raises: Refusal, OSError.
+
+        An archive ends after its end marker, or is padded to a multiple of RECORD bytes, as tar does.
+        """
+        size = path.stat().st_size
+        count = (size - END_BYTES) // self.stride
+        end = count * self.stride + END_BYTES
+        if count < 1 or size not in (end, _round_up(end, RECORD)):
+            raise Refusal(
+                f"shard {path} ({size} bytes) is truncated, or made for another model: samples of {self.shapes} take"
+                f" {self.stride} bytes each; copy it again, or give the config that it was made for"
+            )
+        return count
+
     def arrays(self) -> Arrays:
         """Memory for one sample: an uninitialised uint16 array for each member."""
         return {name: np.empty(self.shapes[name], np.uint16) for name in MEMBERS}
@@ -103,42 +118,61 @@ class Meta(NamedTuple):
 Sample = tuple[Meta, Arrays]
 
 
-class Shard:
-    """One file of samples."""
+class ShardSet:
+    """A data set as one sequence of samples, in the order of its shards."""
 
-    def __init__(self, path: Path, layout: SampleLayout):
-        """Count the samples by the size of the file, which is not opened. Raises: Refusal, OSError.
+    def __init__(self, paths: list[Path], layout: SampleLayout):
+        """Count the samples by the sizes of the shards. None is opened (spec: not before run_start).
 
-        An archive ends after its end marker, or is padded to a multiple of RECORD bytes, as tar does.
+        Raises: Refusal for a shard whose size does not fit; OSError.
         """
-        self.path = path
+        self.paths = paths
         self.layout = layout
-        size = path.stat().st_size
-        self.count = (size - END_BYTES) // layout.stride
-        end = self.count * layout.stride + END_BYTES
-        if self.count < 1 or size not in (end, _round_up(end, RECORD)):
-            raise Refusal(
-                f"shard {path} ({size} bytes) is truncated, or made for another model: samples of {layout.shapes} take"
-                f" {layout.stride} bytes each; copy it again, or give the config that it was made for"
-            )
+        # The index of each shard's first sample, and at the end the number of samples.
+        self.first = list(accumulate((layout.count(path) for path in count_progress(paths)), initial=0))
+
+    def __len__(self) -> int:
+        return self.first[-1]
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Every sample of an open set, as `sample` gives it."""
+        return map(self.sample, count_progress(range(len(self))))
 
     def open(self) -> None:
-        self.file = self.path.open("rb", buffering=0)
+        self.files = [path.open("rb", buffering=0) for path in self.paths]
 
-    def read(self, position: int, arrays: Arrays) -> Meta:
-        """Read a sample into arrays. Raises: BadSample, and they then hold anything; OSError, which names the shard."""
+    def drop_page_cache(self) -> None:
+        """Drop the shards' clean pages from the operating system's cache, where HAS_FADVISE. Reads no byte."""
+        for path in count_progress(self.paths):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def sample(self, index: int) -> Sample:
+        """Sample `index` in memory of its own. Raises: BadSample."""
+        arrays = self.layout.arrays()
+        return self.read(index, arrays), arrays
+
+    def read(self, index: int, arrays: Arrays) -> Meta:
+        """Read sample `index` into arrays.
+
+        Raises: BadSample, and the arrays then hold anything; OSError, which names the shard.
+        """
+        number = bisect(self.first, index) - 1
+        position = index - self.first[number]
+        path = self.paths[number]
         try:
-            with files.naming(self.path):
-                return self._parse(self._bytes(position), arrays)
+            with files.naming(path):
+                return self._parse(self._bytes(self.files[number], position), arrays)
         except ValueError as error:
-            raise BadSample(f"{self.path}, sample {position}: {error}") from None
+            raise BadSample(f"{path}, sample {position}: {error}") from None
 
-    def _bytes(self, position: int) -> bytes:
-        """The bytes of a sample."""
+    def _bytes(self, file: BinaryIO, position: int) -> bytes:
+        """The bytes of a sample of a shard."""
         stride = self.layout.stride
         content = b""
         while len(content) < stride:  # network file systems may take more than one call
-            part = os.pread(self.file.fileno(), stride - len(content), position * stride + len(content))
+            part = os.pread(file.fileno(), stride - len(content), position * stride + len(content))
             if not part:
                 raise ValueError("the file ends within the sample")
             content += part
@@ -167,50 +201,6 @@ class Shard:
         if not said or type(timestep) not in (int, type(None)):
             raise ValueError(f"its json is {shown(text)}, want an object, with timestep an integer or null")
         return Meta(key, timestep, str(said.get("caption") or ""))
-
-
-class ShardSet:
-    """A data set as one sequence of samples, in the order of its shards."""
-
-    def __init__(self, folder: str | Path, layout: SampleLayout):
-        """Look at names and sizes alone: no shard of the right size is opened (spec: not before run_start).
-
-        folder: "" holds no samples.
-        Raises: Refusal for a missing or empty folder and for a shard whose size does not fit.
-        """
-        self.layout = layout
-        self.paths = paths_of(Path(folder)) if folder else []
-        self.shards = [Shard(path, layout) for path in count_progress(self.paths)]
-        # The index of each shard's first sample, and at the end the number of samples.
-        self.first = list(accumulate((shard.count for shard in self.shards), initial=0))
-
-    def __len__(self) -> int:
-        return self.first[-1]
-
-    def __iter__(self) -> Iterator[Sample]:
-        """Every sample of an open set, as `sample` gives it."""
-        return map(self.sample, count_progress(range(len(self))))
-
-    def open(self) -> None:
-        for shard in self.shards:
-            shard.open()
-
-    def drop_page_cache(self) -> None:
-        """Drop the shards' clean pages from the operating system's cache, where HAS_FADVISE. Reads no byte."""
-        for path in count_progress(self.paths):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def sample(self, index: int) -> Sample:
-        """Sample `index` in memory of its own. Raises: BadSample."""
-        arrays = self.layout.arrays()
-        return self.read(index, arrays), arrays
-
-    def read(self, index: int, arrays: Arrays) -> Meta:
-        """Read sample `index` into arrays, as Shard.read does. Raises: BadSample."""
-        number = bisect(self.first, index) - 1
-        return self.shards[number].read(index - self.first[number], arrays)
 
 
 def paths_of(folder: Path) -> list[Path]:

@@ -47,9 +47,9 @@ class Artist:
                 self.autoencoder = encoders.load_autoencoder(vae, world.device)
 
     def take_stored(self, samples: ShardSet) -> None:
-        """Draw pictures.count different captions from all over an open data set, always the same. Raises: Refusal, Fault.
+        """Draw pictures.count different captions from all over an open data set, always the same.
 
-        At most LOOKED_AT samples for each caption are looked at, so there may be fewer.
+        At most LOOKED_AT samples for each caption are looked at, so there may be fewer. Raises: Refusal, Fault.
         """
         count = self.cfg.pictures.count
         found: dict[str, Arrays] = {}

@@ -41,7 +41,7 @@ def blob_bytes(member):
 
 
 def opened(folder, layout=LAYOUT):
-    stored = ShardSet(folder, layout)
+    stored = ShardSet(dataset.paths_of(folder), layout)
     stored.open()
     return stored
 

@@ -140,8 +140,7 @@ def shard(tmp_path_factory):
 def test_a_shard(shard, data):
     content = data.draw(damaged(shard, head=1024))
     with file_of(content, "some.tar") as path, told():
-        stored = dataset.ShardSet(path.parent, shard_damage.LAYOUT)
-        stored.shards[0].open()
+        stored = shard_damage.opened(path.parent)
         for index in range(len(stored)):
             with told():
                 require_as_tarfile_reads(stored, index, content)

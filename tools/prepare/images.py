@@ -149,7 +149,7 @@ def _finish(folder: Path, layout: SampleLayout) -> str:
 
 def _stored(folder: Path, split: str, layout: SampleLayout) -> ShardSet:
     place = _made(folder, split)
-    return ShardSet(place if any(place.iterdir()) else "", layout)
+    return ShardSet(dataset.paths_of(place) if any(place.iterdir()) else [], layout)
 
 
 def _made_from(args: Namespace, model: ModelConfig, listed: list[str]) -> dict:
