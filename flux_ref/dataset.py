@@ -134,10 +134,6 @@ class ShardSet:
     def __len__(self) -> int:
         return self.first[-1]
 
-    def __iter__(self) -> Iterator[Sample]:
-        """Every sample of an open set, as `sample` gives it."""
-        return map(self.sample, count_progress(range(len(self))))
-
     def open(self) -> None:
         self.files = [path.open("rb", buffering=0) for path in self.paths]
 

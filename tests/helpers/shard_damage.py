@@ -2,6 +2,7 @@
 
 import tarfile
 from math import prod
+from pathlib import Path
 
 import numpy as np
 from conftest import MICRO
@@ -41,9 +42,14 @@ def blob_bytes(member):
 
 
 def opened(folder, layout=LAYOUT):
-    stored = ShardSet(dataset.paths_of(folder), layout)
+    stored = ShardSet(dataset.paths_of(Path(folder)), layout)
     stored.open()
     return stored
+
+
+def every_sample(folder, layout=LAYOUT):
+    stored = opened(folder, layout)
+    return [stored.sample(index) for index in range(len(stored))]
 
 
 def position(member, sample=1):

@@ -11,7 +11,7 @@ import pytest
 from conftest import MICRO, called, refusal
 from PIL import Image
 from run_files import contents
-from shard_damage import opened
+from shard_damage import every_sample
 
 from flux_ref import config_file, dataset, toy
 from flux_ref.pictures import toy_from_pictures
@@ -54,7 +54,7 @@ def pictures(tmp_path_factory):
 def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
     cfg = config_file.load(MICRO, overrides(pictures, tmp_path / "set"))
     toy_from_pictures.ensure(cfg)
-    train, val = ([*opened(tmp_path / "set" / split, dataset.sample_layout(MODEL))] for split in ("train", "val"))
+    train, val = (every_sample(tmp_path / "set" / split, dataset.sample_layout(MODEL)) for split in ("train", "val"))
     rejected = dict(row.split("\t") for row in (tmp_path / "set" / "rejected.tsv").read_text().splitlines()[1:])
     assert rejected == {
         "cut.png": "damaged picture",

@@ -138,8 +138,10 @@ def _finish(folder: Path, layout: SampleLayout) -> str:
     files.remove(root / "val")
     if len(val):
         val.open()
-        timed = ((Meta(key_of("val", i), i % TIMESTEPS, meta.caption), arrays) for i, (meta, arrays) in enumerate(val))
-        dataset.write(shard_path(root / "val", 0), timed)
+        with dataset.new_shard(shard_path(root / "val", 0)) as file:
+            for i in range(len(val)):
+                meta, arrays = val.sample(i)
+                dataset.add(file, Meta(key_of("val", i), i % TIMESTEPS, meta.caption), arrays)
     rejected = len(rows.splitlines())
     said = f"{len(train):,} training and {len(val):,} validation samples; {rejected:,} rejected, see rejected.tsv"
     if 0 < len(val) < TIMESTEPS:
