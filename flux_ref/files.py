@@ -24,21 +24,21 @@ from flux_ref.cli import ProgressCount, Refusal, notice
 PARTIAL = ".flux_ref_partial"  # how the names of what is being written end
 
 
-def read_bytes(path: Path, what: str, most: int = 2**31) -> bytes:
-    """The bytes of a regular file of at most `most`. what: its kind, for the message. Raises: Refusal, OSError."""
+def read_bytes(path: Path, most: int = 2**31) -> bytes:
+    """The bytes of a regular file of at most `most`. Raises: Refusal, OSError."""
     if not path.is_file():  # a pipe would wait for ever
-        raise Refusal(f"{what} {path.absolute()} is no file; give a file")
+        raise Refusal(f"{path.absolute()} is no file; give a file")
     if path.stat().st_size > most:
-        raise Refusal(f"{what} {path} is larger than {most:,} bytes; give the right file")
+        raise Refusal(f"{path} is larger than {most:,} bytes; give the right file")
     return path.read_bytes()
 
 
-def read_text(path: Path, what: str) -> str:
+def read_text(path: Path) -> str:
     """The text of a file. Raises: Refusal, OSError."""
     try:
-        return decode(read_bytes(path, what))
+        return decode(read_bytes(path))
     except ValueError as error:
-        raise Refusal(f"{what} {path} is not UTF-8: {error}; save it as UTF-8") from None
+        raise Refusal(f"{path} is not UTF-8: {error}; save it as UTF-8") from None
 
 
 def decode(content: bytes) -> str:
@@ -69,11 +69,11 @@ def reraise(error: OSError) -> NoReturn:
     raise error
 
 
-def read_json(path: Path, what: str) -> dict:
+def read_json(path: Path) -> dict:
     """The JSON object in a file. Raises: Refusal, OSError."""
-    content = json_object_or_empty(read_bytes(path, what))
+    content = json_object_or_empty(read_bytes(path))
     if not content:
-        raise Refusal(f"{what} {path} holds no JSON object")
+        raise Refusal(f"{path} holds no JSON object")
     return content
 
 

@@ -145,7 +145,7 @@ def _checkpoint(cfg: Config, folder: Path, sizes: dict[str, int]) -> Path | None
         if differ:
             raise Refusal(f"{folder} holds a run of another config or data: {'; '.join(differ)}; {REMEDY}")
     if (folder / OUTCOME).exists():
-        end = files.read_json(folder / OUTCOME, "outcome")
+        end = files.read_json(folder / OUTCOME)
         reached = end["val_loss"] is not None and end["val_loss"] <= cfg.eval.target
         if reached or end["samples"] >= cfg.train.max_samples:
             longer = "raise train.max_samples or lower eval.target to train it longer (at optim.lr / 10 after a decay)"

@@ -200,7 +200,7 @@ def _of_files(path: Path, model: ModelConfig) -> Source:
     safetensors_io.require_fit(shapes, table, f"weights {path}")
 
     def stored(name: str, first: int, count: int) -> Tensor:
-        rows = safetensors_io.read_rows(files[name], name, first, count, "weights")
+        rows = safetensors_io.read_rows(files[name], name, first, count)
         if not rows.is_floating_point():
             raise Refusal(f"{files[name]}: {name} is {rows.dtype}, want floating point; give unquantised weights")
         return rows
@@ -218,7 +218,7 @@ def headers(paths: list[Path]) -> tuple[dict[str, Path], Shapes, dict[str, str]]
     shapes: Shapes = {}
     metadata: dict[str, str] = {}
     for path in paths:
-        with safetensors_io.opened(path, "weights") as file:
+        with safetensors_io.opened(path) as file:
             metadata |= file.metadata() or {}
             for name in file.keys():  # noqa: SIM118
                 if name in files:  # such as variants of diffusers, in fp16 and fp32

@@ -84,7 +84,7 @@ def _bytes(content: Content, what: str) -> bytes:
     if isinstance(content, bytes):
         return content
     try:
-        return read_bytes(content, what, MOST_BYTES)
+        return read_bytes(content, MOST_BYTES)
     except (Refusal, OSError):
         raise Rejected(f"unreadable {what}") from None
 
@@ -232,7 +232,7 @@ def _plain(name: str) -> str:
 def _rows(path: Path, column: str) -> list[dict]:
     """The rows of metadata.jsonl or metadata.csv; {} for one that cannot be read. Raises: Refusal."""
     try:
-        text = read_text(path, "captions")
+        text = read_text(path)
         if path.suffix == ".jsonl":
             rows = [json_object_or_empty(line) for line in text.split("\n") if line.strip()]
         else:  # strict: an open quote would swallow rows. csv puts the fields that the head does not name under None

@@ -60,7 +60,7 @@ def load_autoencoder(given: Path, device: torch.device) -> Any:
         raise Refusal(f"autoencoder {given} is no file and has no ae.safetensors; {FETCH}, and give --pictures.vae=DIR")
     with torch.device("meta"):
         net = new_autoencoder()
-    with safetensors_io.opened(path, "autoencoder") as file:
+    with safetensors_io.opened(path) as file:
         found = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
     if any(".down." in name for name in found):
         from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint

@@ -121,7 +121,7 @@ def test_the_weights_of_others(kinds, data):
         assert shapes == {name: tuple(tensor.shape) for name, tensor in want.items()}
         for name, tensor in want.items():
             if tensor.ndim:
-                rows = safetensors_io.read_rows(path, name, 1, 1, "weights")
+                rows = safetensors_io.read_rows(path, name, 1, 1)
                 assert rows.dtype == tensor.dtype
                 assert torch.equal(rows.view(torch.uint8), tensor[1:2].view(torch.uint8))
     with file_of(content, "some.safetensors") as path, told():

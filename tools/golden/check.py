@@ -169,7 +169,7 @@ def causes(found: Difference) -> tuple[list[str], list[str]]:
     hints = files.place(found.value.name).hints
     if found.cause and not found.rms > 0:  # there are no numbers to look at
         return [], [found.cause]
-    known = read_json(FOLDER / MISTAKES, "table of mistakes").get(found.value.name, {}) if found.rms else {}
+    known = read_json(FOLDER / MISTAKES).get(found.value.name, {}) if found.rms else {}
     nearest = sorted((abs(rms / found.rms - 1), cause) for cause, rms in known.items())
     alike = [cause for off, cause in nearest if off < ALIKE]
     if found.cause:

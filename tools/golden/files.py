@@ -66,7 +66,7 @@ class Golden:
     def __init__(self, folder: Path):
         """Raises: Refusal if a file is missing, or is not as it was written."""
         self.arrays: Values = read_tensors(folder / VALUES)
-        index = read_json(folder / INDEX, "index of golden values")
+        index = read_json(folder / INDEX)
         if index["sha256"] != checksum(folder / VALUES):
             raise Refusal(f"{folder / VALUES} is not the file that {INDEX} was written with; restore both")
         self.parameters: list[str] = index["parameters"]

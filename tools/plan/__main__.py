@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         f"{one.layout.replicas} x {one.layout.shards} shards",
         *memory(one),
         *(time(one, args.price_per_gpu_hour) if fits else ["no times: this config does not fit the card"]),
-        *(beside(one, files.read_json(args.step, "report")) if args.step else []),
+        *(beside(one, files.read_json(args.step)) if args.step else []),
         f"data {disk / 1e12:.2f} TB; checkpoint {checkpoint / GB:.0f} GB",
         *(f"WARNING {warning}" for warning in plan.warnings(one)),
         *(layouts(plan.fastest(cfg, machine)) if args.layouts or not fits else []),

@@ -71,7 +71,7 @@ def load(name: str, precision: str = "bf16") -> tuple[Gpu, Assumed]:
 
 def measured(path: Path, gpus: int) -> tuple[Gpu, Assumed]:
     """The card of a file by `tools.preflight --json`, and what is still assumed. gpus: of the plan. Raises: Refusal."""
-    rates = files.read_json(path, "measured rates")
+    rates = files.read_json(path)
     try:
         gpu = Gpu(*map(rates.__getitem__, get_type_hints(Gpu)))
     except KeyError as error:
