@@ -1,4 +1,4 @@
-"""Reading with a limit; files and folders that appear whole or not at all; lines that are appended; locks; records.
+"""Reading regular files; files and folders that appear whole or not at all; lines that are appended; locks; records.
 
 What is being written lies beside its place, under a hidden name that ends in `.flux_ref_partial`. No reader looks at
 such names.
@@ -24,12 +24,10 @@ from flux_ref.cli import ProgressCount, Refusal, notice
 PARTIAL = ".flux_ref_partial"  # how the names of what is being written end
 
 
-def read_bytes(path: Path, most: int = 2**31) -> bytes:
-    """The bytes of a regular file of at most `most`. Raises: Refusal, OSError."""
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a regular file. Raises: Refusal, OSError."""
     if not path.is_file():  # a pipe would wait for ever
         raise Refusal(f"{path.absolute()} is no file; give a file")
-    if path.stat().st_size > most:
-        raise Refusal(f"{path} is larger than {most:,} bytes; give the right file")
     return path.read_bytes()
 
 

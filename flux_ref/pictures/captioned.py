@@ -36,7 +36,6 @@ TARS = (".tar", ".tar.gz", ".tgz")
 LISTINGS = ("metadata.jsonl", "metadata.csv")  # as Hugging Face's imagefolder has them
 FILE_NAME = "file_name"  # a column: the path in the folder
 MIN_SIDE = 64  # pixels
-MOST_BYTES = 2**28  # of a picture or a text
 SRGB = ImageCms.createProfile("sRGB")
 Content = bytes | Path  # of a file: what it holds, or where it is
 
@@ -84,7 +83,7 @@ def _bytes(content: Content, what: str) -> bytes:
     if isinstance(content, bytes):
         return content
     try:
-        return read_bytes(content, MOST_BYTES)
+        return read_bytes(content)
     except (Refusal, OSError):
         raise Rejected(f"unreadable {what}") from None
 
