@@ -190,7 +190,18 @@ def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Sourc
 
 
 def _of_files(path: Path, model: ModelConfig) -> Source:
-    files, shapes, metadata = headers([path] if path.is_file() else matching(path, "*.safetensors"))
+    """Raises: Refusal for a file that is not whole, for a tensor that two files hold, and for what does not fit."""
+    files: dict[str, Path] = {}
+    shapes: Shapes = {}
+    metadata: dict[str, str] = {}
+    for place in [path] if path.is_file() else matching(path, "*.safetensors"):
+        with safetensors_io.opened(place) as file:
+            metadata |= file.metadata() or {}
+            for name in file.keys():  # noqa: SIM118
+                if name in files:  # such as variants of diffusers, in fp16 and fp32
+                    raise Refusal(f"{place} and {files[name].name} both hold {name}; give one file, or move the other")
+                files[name] = place
+                shapes[name] = tuple(file.get_slice(name).get_shape())
     table = parameter_table(model)
     parts = whole_parts(table)
     if any("transformer_blocks." in name for name in shapes):  # each of diffusers' files has some
@@ -207,25 +218,6 @@ def _of_files(path: Path, model: ModelConfig) -> Source:
 
     # Others write anything into metadata.
     return Source(path, stored, parts, metadata if metadata.get("trained_by") == TRAINER else {})
-
-
-def headers(paths: list[Path]) -> tuple[dict[str, Path], Shapes, dict[str, str]]:
-    """The file and the shape of each tensor of safetensors files, and all their metadata.
-
-    Raises: Refusal for a file that is not a whole one, and for a tensor that two files hold.
-    """
-    files: dict[str, Path] = {}
-    shapes: Shapes = {}
-    metadata: dict[str, str] = {}
-    for path in paths:
-        with safetensors_io.opened(path) as file:
-            metadata |= file.metadata() or {}
-            for name in file.keys():  # noqa: SIM118
-                if name in files:  # such as variants of diffusers, in fp16 and fp32
-                    raise Refusal(f"{path} and {files[name].name} both hold {name}; give one file, or move the other")
-                files[name] = path
-                shapes[name] = tuple(file.get_slice(name).get_shape())
-    return files, shapes, metadata
 
 
 def load(net: ShardedFlux, source: Source) -> None:
