@@ -96,18 +96,6 @@ def parts_from_diffusers(model: ModelConfig) -> Parts:
     return parts
 
 
-def parts_to_diffusers(model: ModelConfig) -> Parts:
-    """diffusers' tensors, made of the parameters."""
-    parts: Parts = {}
-    for name, others in parts_from_diffusers(model).items():
-        row = 0
-        for other in others:
-            # Only the head's modulation has two parts, and they are exchanged.
-            parts.setdefault(other.name, []).insert(0, Part(name, row, other.rows))
-            row += other.rows
-    return parts
-
-
 # Values
 
 
@@ -206,8 +194,11 @@ def _of_files(path: Path, model: ModelConfig) -> Source:
     parts = whole_parts(table)
     if any("transformer_blocks." in name for name in shapes):  # each of diffusers' files has some
         parts = parts_from_diffusers(model)
-        theirs = parts_to_diffusers(model)
-        table = {name: (sum(own.rows for own in of), *table[of[0].name][1:]) for name, of in theirs.items()}
+        table = {  # the head's modulation has two parts of one tensor
+            part.name: (sum(other.rows for other in of if other.name == part.name), *table[name][1:])
+            for name, of in parts.items()
+            for part in of
+        }
     safetensors_io.require_fit(shapes, table, f"weights {path}")
 
     def stored(name: str, first: int, count: int) -> Tensor:
