@@ -55,11 +55,9 @@ def crc32(path: Path) -> int:
 
 
 def require_fit(found: dict[str, tuple], want: dict[str, tuple], where: str | Path) -> None:
-    """Compare names and shapes of tensors. Raises: Refusal with one example of each kind of what does not fit."""
-    kinds = (
-        [f"{name} is missing" for name in want if name not in found],
-        [f"{name} is unexpected" for name in found if name not in want],
-        [f"{name} is {found[name]}, want {want[name]}" for name in want if found.get(name, want[name]) != want[name]],
-    )
-    if examples := [misfits[0] for misfits in kinds if misfits]:
-        raise Refusal(f"{where} does not fit in {sum(map(len, kinds))} tensors: {'; '.join(examples)}")
+    """Compare names and shapes of tensors. Raises: Refusal with an example of what does not fit."""
+    misfits = sorted(name for name in found | want if found.get(name) != want.get(name))
+    if misfits:
+        one = misfits[0]
+        example = f"{one} is {found.get(one, 'missing')}, want {want.get(one, 'none')}"
+        raise Refusal(f"{where} does not fit in {len(misfits)} tensors, such as: {example}")

@@ -158,7 +158,7 @@ def config_of(path: Path, given: str | None) -> Config:
 def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Source:
     """The weights at a path that `find` returned. averaged: in their place, the average of optim.ema_half_life.
 
-    Raises: Refusal that lists what is missing, unexpected or misshaped, or says that there is no average.
+    Raises: Refusal with an example of what is missing, unexpected or misshaped, or if there is no average.
     """
     own = config_of(path, None)
     if averaged and not own.optim.ema_half_life:
