@@ -76,10 +76,10 @@ class Artist:
                 values = toy.encode_caption(text, model, own=bool(self.cfg.data.pictures)).values()
                 self.encoded.append([torch.from_numpy(part).bfloat16() for part in values])
         else:
-            nets = encoders.Encoders(home, model, self.world.device, torch.float32, sees=False)
+            nets = encoders.text_encoders(home, model, self.world.device, torch.float32)
             for text in (*prompts, ""):
                 at(f"encoding {text!r}")
-                self.encoded.append([net([text])[0].bfloat16() for net in (nets.t5, nets.clip)])
+                self.encoded.append([net([text])[0].bfloat16() for net in nets])
         self.empty = self.encoded.pop()
 
     def paint(self, net: nn.Module, at: Say) -> list[Tensor]:

@@ -13,9 +13,9 @@ from test_pictures import drawn, pixels, put, saved, write_tar
 
 from flux_ref import config_file, dataset
 from flux_ref.pictures.captioned import Picture
-from flux_ref.pictures.encoders import Encoders
 from tools.prepare import __main__ as prepare
 from tools.prepare import images
+from tools.prepare.images import Encoders
 
 HEIGHT, WIDTH = 32, 48  # the micro model's
 TOKENS = config_file.load(MICRO).model.text_tokens

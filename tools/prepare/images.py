@@ -15,14 +15,15 @@ All this grows in OUTPUT.partial. A stopped command goes on with the parts that 
 import hashlib
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -33,7 +34,7 @@ from flux_ref.config import ModelConfig, ParallelConfig
 from flux_ref.dataset import Meta, SampleLayout, ShardSet, key_of, shard_path
 from flux_ref.pictures import captioned
 from flux_ref.pictures.captioned import Part, Rejected
-from flux_ref.pictures.encoders import Encoders
+from flux_ref.pictures.encoders import load_autoencoder, text_encoders
 from flux_ref.precision.recipe import DTYPES
 from flux_ref.ranks import agreed
 from flux_ref.schedule import TIMESTEPS
@@ -41,6 +42,40 @@ from tools.prepare import common
 
 THREADS = 8  # of a rank, that decode pictures
 PER_PART = 1000  # files of a folder that become one shard
+
+
+# B batch  H, W pixel rows and columns  C, Y, X latent  T text tokens (256)  E T5 features (4096)  V CLIP features (768)
+
+
+class Encoders:
+    """From pixels and captions to the four members of samples, as bf16 bits."""
+
+    def __init__(self, home: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype):
+        """home: as FLUX.1-schnell's repository. device: of the nets. dtype: of the text encoders.
+
+        Raises: Refusal for files that do not fit the model.
+        """
+        self.device = device
+        self.autoencoder: Any = load_autoencoder(home, device)
+        self.t5, self.clip = text_encoders(home, model, device, dtype)
+
+    @torch.no_grad()
+    def encode_text(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
+        """{"t5": (B, T, E), "clip": (B, V)}. sync: the host waits for the device."""
+        return {"t5": _bits(self.t5(captions)), "clip": _bits(self.clip(captions))}
+
+    @torch.no_grad()
+    def encode(self, pixels_B3HW: Tensor, captions: Sequence[str]) -> dict[str, np.ndarray]:
+        """encode_text and {"mean", "logvar": (B, C, Y, X)} at the autoencoder's own scale; pixels are uint8."""
+        pixels_B3HW = pixels_B3HW.to(self.device).float() / 127.5 - 1
+        moments = self.autoencoder.encode(pixels_B3HW).latent_dist.parameters
+        mean, logvar = np.split(_bits(moments), 2, axis=1)
+        return self.encode_text(captions) | {"mean": mean, "logvar": logvar}
+
+
+def _bits(values: Tensor) -> np.ndarray:
+    """Rounded to bf16, as its bits in uint16."""
+    return values.bfloat16().view(torch.uint16).cpu().numpy()
 
 
 @dataclass(frozen=True)
