@@ -8,7 +8,6 @@ import json
 import os
 from collections import Counter
 from contextlib import ExitStack, suppress
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +73,7 @@ def make(folder: Path, root: Path, model: ModelConfig) -> None:
     counts = Counter[str]()
     reasons = Counter[str]()
     rejected = []
-    found = chain.from_iterable(part() for part in captioned.split_into_parts(root, [*made_from], "text", 1000))
+    found = captioned.find_pictures(root, [*made_from], "text")
     with files.whole(folder, is_new=True) as place:
         with ExitStack() as stack:
             new = {

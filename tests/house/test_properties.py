@@ -28,6 +28,7 @@ from flux_ref.cli import Fault, Refusal
 from flux_ref.config import KEYS
 from flux_ref.pictures import captioned as pictures
 from flux_ref.pictures.captioned import Rejected
+from tools.prepare.tars import split_into_parts
 from tools.report import result_log, score
 
 pytestmark = pytest.mark.timeout(60)
@@ -188,7 +189,7 @@ FILES = st.lists(
 def collected(root):
     """The names of all pictures of a folder, after each is loaded."""
     found = []
-    for part in pictures.split_into_parts(root, pictures.list_files(root), "caption", 2):
+    for part in split_into_parts(root, pictures.list_files(root), "caption", 2):
         for picture in part():
             try:
                 made, caption = picture.load(8, 16)

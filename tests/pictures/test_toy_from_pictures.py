@@ -41,7 +41,14 @@ def pictures(tmp_path_factory):
         caption = " above ".join(f"a {colour} {thing}" for colour, thing in pair)
         rows.append(json.dumps({"file_name": f"{number:03}.png", "text": caption}))
     whole = next(folder.glob("*.png")).read_bytes()
-    bad = {"cut.png": whole[:100], "empty.png": b"", "text.png": b"text", "plain.bmp": b"BM", "alone.png": whole}
+    bad = {
+        "cut.png": whole[:100],
+        "empty.png": b"",
+        "text.png": b"text",
+        "plain.bmp": b"BM",
+        "some.tar": b"",
+        "alone.png": whole,
+    }
     for name, content in bad.items():
         (folder / name).write_bytes(content)
     os.mkfifo(folder / "pipe.tar")
@@ -61,6 +68,7 @@ def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
         "empty.png": "not a picture",
         "text.png": "not a picture",
         "plain.bmp": "unsupported type",
+        "some.tar": "unsupported type",
         "alone.png": "not in metadata.jsonl",
         "pipe.tar": "not in metadata.jsonl",
         "gone.jpg": "not in metadata.jsonl",
@@ -76,7 +84,7 @@ def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
         wanted = toy.encode_caption(meta.caption, MODEL, own=True) | {"mean": toy.encode(picture)}
         assert all((members[name] == dataset.to_bf16_bits(values)).all() for name, values in wanted.items())
     shown = capsys.readouterr().out
-    assert f"{len(train)} pictures to train on and {len(val)} held out; 7 rejected" in shown
+    assert f"{len(train)} pictures to train on and {len(val)} held out; 8 rejected" in shown
 
 
 def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path, capsys):

@@ -17,6 +17,7 @@ from torchvision.transforms import InterpolationMode, v2
 from flux_ref import cli
 from flux_ref.pictures import captioned as pictures
 from flux_ref.pictures.captioned import SRGB, Rejected
+from tools.prepare.tars import split_into_parts
 
 # Pictures
 
@@ -182,11 +183,7 @@ def put(folder, contents):
 
 def outcome(folder, column="text"):
     """Name and caption, or why it is rejected, of each picture."""
-    found = [
-        picture
-        for part in pictures.split_into_parts(folder, pictures.list_files(folder), column, 3)
-        for picture in part()
-    ]
+    found = [picture for part in split_into_parts(folder, pictures.list_files(folder), column, 3) for picture in part()]
     return [(picture.name, caption_of(picture)) for picture in found]
 
 

@@ -33,12 +33,13 @@ from flux_ref.cli import Refusal, between, one_line, progress
 from flux_ref.config import ModelConfig, ParallelConfig
 from flux_ref.dataset import Meta, SampleLayout, ShardSet, key_of, shard_path
 from flux_ref.pictures import captioned
-from flux_ref.pictures.captioned import Part, Rejected
+from flux_ref.pictures.captioned import Rejected
 from flux_ref.pictures.encoders import load_autoencoder, text_encoders
 from flux_ref.precision.recipe import DTYPES
 from flux_ref.ranks import agreed
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import common
+from tools.prepare.tars import Part, split_into_parts
 
 THREADS = 8  # of a rank, that decode pictures
 PER_PART = 1000  # files of a folder that become one shard
@@ -245,7 +246,7 @@ def run(args: Namespace) -> int:
         listed = ranks.gather_objects(listed)[0]
         folder = common.partial_of(args.output)
         with agreed():
-            parts = captioned.split_into_parts(args.input, listed, args.caption_column, PER_PART)
+            parts = split_into_parts(args.input, listed, args.caption_column, PER_PART)
             _require_enough(args, parts)
             if world.rank == 0:  # for all
                 stack.enter_context(common.growing(args.output, _made_from(args, model, listed)))
