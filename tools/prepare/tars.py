@@ -1,4 +1,4 @@
-"""Pictures and captions of people in parts, also in tars as img2dataset writes them. No name in an archive leads out."""
+"""Pictures and captions of people in parts, also from tars as img2dataset writes them. No name leads out of a tar."""
 
 import itertools
 import os
