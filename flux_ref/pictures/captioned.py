@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageCms, ImageOps
 from torch import Tensor
-from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 
 from flux_ref.cli import Refusal, count_progress, shown
@@ -84,13 +83,18 @@ def _bytes(content: Content, what: str) -> bytes:
 
 
 def pixels(content: bytes, height: int, width: int) -> Tensor:
-    """The picture in a file as (3, height, width) uint8; the first frame of an animation. Raises: Rejected."""
+    """The picture in a file as (3, height, width) uint8; the first frame of an animation. Raises: Rejected.
+
+    It is resized until it just covers height x width, then cut to its centre.
+    numerics: Pillow's own resize, in integers, gives the same pixels on every machine.
+    """
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             if min(image.size) < MIN_SIDE:
                 raise Rejected("too small")
             image.load()
-            return cover(srgb(image), height, width)
+            fitting = ImageOps.fit(srgb(image), (width, height), Image.Resampling.BICUBIC)
+            return transforms.pil_to_tensor(fitting)
     except Rejected:
         raise
     except Image.DecompressionBombError:
@@ -118,20 +122,7 @@ def srgb(image: Image.Image) -> Image.Image:
     return Image.composite(image, Image.new("RGB", image.size, "white"), opacity) if opacity else image
 
 
-def cover(image: Image.Image, height: int, width: int) -> Tensor:
-    """Resized until it just covers height x width, then cut to its centre: (3, height, width) uint8.
-
-    numerics: Pillow's own resize, in integers, gives the same pixels on every machine.
-    """
-    columns, rows = image.size
-    size = [height, columns * height // rows]
-    if size[1] < width:
-        size = [rows * width // columns, width]
-    image = transforms.resize(image, size, InterpolationMode.BICUBIC, antialias=True)
-    return transforms.pil_to_tensor(transforms.center_crop(image, [height, width]))
-
-
-# Files of one key, in a folder or in a tar
+# Files of one key
 
 
 def grouped(key: str, files: list[Picture]) -> Iterator[Picture]:
