@@ -1,11 +1,23 @@
-"""How commands give their figures: as tables, and as JSON with --json."""
+"""What commands share: options that take numbers; figures as tables, and as JSON with --json."""
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from flux_ref.files import write_whole
+
+
+def between(least: float, most: float, kind: type = int) -> Callable[[str], float]:
+    """The type of an option that takes a number from `least` to `most`."""
+
+    def number(text: str) -> float:
+        value = kind(text)  # argparse refuses what this does not take
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{value}: give a number from {least} to {most}")
+        return value
+
+    return number
 
 
 def json_option(parser: argparse.ArgumentParser) -> None:

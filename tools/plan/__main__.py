@@ -17,11 +17,11 @@ import textwrap
 from pathlib import Path
 
 from flux_ref import cli, config_file, dataset, files
-from flux_ref.cli import Options, Refusal, between
+from flux_ref.cli import Options, Refusal
 from flux_ref.config import EvalConfig
 from flux_ref.mlperf_closed import TRAIN_SAMPLES
 from tools import flops_and_bytes
-from tools.json_option import table
+from tools.json_option import between, table
 from tools.plan import plan, step_time
 from tools.plan.memory import checkpoint_bytes
 from tools.plan.plan import GB, Plan

@@ -29,7 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from flux_ref import dataset, files, ranks
-from flux_ref.cli import Refusal, between, one_line, progress
+from flux_ref.cli import Refusal, one_line, progress
 from flux_ref.config import ModelConfig, ParallelConfig
 from flux_ref.dataset import Meta, SampleLayout, ShardSet, key_of, shard_path
 from flux_ref.pictures import captioned
@@ -38,6 +38,7 @@ from flux_ref.pictures.encoders import load_autoencoder, text_encoders
 from flux_ref.precision.recipe import DTYPES
 from flux_ref.ranks import agreed
 from flux_ref.schedule import TIMESTEPS
+from tools.json_option import between
 from tools.prepare import common
 from tools.prepare.tars import Part, split_into_parts
 
