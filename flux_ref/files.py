@@ -67,14 +67,6 @@ def reraise(error: OSError) -> NoReturn:
     raise error
 
 
-def read_json(path: Path) -> dict:
-    """The JSON object in a file. Raises: Refusal, OSError."""
-    content = json_object_or_empty(read_bytes(path))
-    if not content:
-        raise Refusal(f"{path} holds no JSON object")
-    return content
-
-
 def json_object_or_empty(text: str | bytes) -> dict:
     """A JSON object; {} for anything else."""
     try:

@@ -1,11 +1,12 @@
-"""What commands share: options that take numbers; figures as tables, and as JSON with --json."""
+"""What commands share: options that take numbers; reading JSON; figures as tables, and as JSON with --json."""
 
 import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from flux_ref.files import write_whole
+from flux_ref.cli import Refusal
+from flux_ref.files import json_object_or_empty, read_bytes, write_whole
 
 
 def between(least: float, most: float, kind: type = int) -> Callable[[str], float]:
@@ -18,6 +19,14 @@ def between(least: float, most: float, kind: type = int) -> Callable[[str], floa
         return value
 
     return number
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file. Raises: Refusal, OSError."""
+    content = json_object_or_empty(read_bytes(path))
+    if not content:
+        raise Refusal(f"{path} holds no JSON object")
+    return content
 
 
 def json_option(parser: argparse.ArgumentParser) -> None:

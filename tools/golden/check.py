@@ -21,9 +21,9 @@ import numpy as np
 
 from flux_ref import cli
 from flux_ref.cli import Options, Refusal
-from flux_ref.files import read_json
 from tools.golden import files
 from tools.golden.files import FOLDER, INDEX, MISTAKES, Golden, Value, Values, read_tensors
+from tools.json_option import read_json
 
 NAMES_SHOWN = 20  # of a longer list
 INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")

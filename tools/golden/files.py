@@ -13,7 +13,7 @@ import numpy as np
 import safetensors
 
 from flux_ref.cli import Refusal, one_line, printable
-from flux_ref.files import read_json
+from tools.json_option import read_json
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 VALUES = "golden.safetensors"
