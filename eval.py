@@ -94,7 +94,7 @@ def utf8(prompt: str) -> str:
 
 def listed(path: str) -> list[str]:
     """The lines of a file that hold text. Raises: Refusal."""
-    lines = read_text(Path(path), "list of prompts").split("\n")
+    lines = read_text(Path(path)).split("\n")
     return [line.strip() for line in lines if line.strip()]
 
 

@@ -22,13 +22,14 @@ from torch import Tensor
 from bench import common
 from bench.common import END, Clock
 from flux_ref import cli
-from flux_ref.cli import Refusal, between
+from flux_ref.cli import Refusal
 from flux_ref.config import Config, ModelConfig
 from flux_ref.precision.fp8 import architecture, has_kernel, support
 from flux_ref.precision.policy import MULTIPLE, layers
 from flux_ref.precision.recipe import DTYPES
 from flux_ref.ranks import World
 from tools import flops_and_bytes
+from tools.json_option import between
 
 WARMUP = 5
 REPEATS = {"cpu": 5, "cuda": 20}

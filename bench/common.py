@@ -19,7 +19,7 @@ import torch
 
 from bench.fake_ranks import fake_world
 from flux_ref import config, config_file, graphs, ranks
-from flux_ref.cli import Options, between
+from flux_ref.cli import Options
 from flux_ref.config import Config
 from flux_ref.model import parameter_table
 from flux_ref.precision.fp8 import architecture
@@ -27,6 +27,7 @@ from flux_ref.ranks import World, device_name
 from flux_ref.report import commit
 from flux_ref.sharding import choose_compile_cache
 from tools import json_option
+from tools.json_option import between
 
 ALONE = "one rank: no gathers and no reductions, only FSDP2's casts and copies"  # what its figures leave out
 END = "end"

@@ -30,13 +30,14 @@ from torch.profiler import ProfilerActivity, profile
 from bench import ceiling, common, fake_ranks
 from bench.common import END, Clock
 from flux_ref import cli, config_file, graphs, ranks, sharding, toy
-from flux_ref.cli import Fault, between
+from flux_ref.cli import Fault
 from flux_ref.config import Config, micro_batch
 from flux_ref.dataloader import Feed, TrainSet, copy_next
 from flux_ref.precision import policy
 from flux_ref.ranks import World, peak_memory_gb
 from flux_ref.sharding import ShardedFlux
 from flux_ref.trainer import NEVER, Trainer, TrainState
+from tools.json_option import between
 
 SPLIT_STEPS = 5
 PROFILED_STEPS = 3

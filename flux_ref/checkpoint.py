@@ -326,7 +326,7 @@ class Checkpoint:
         if name not in self._right and (not path.is_file() or safetensors_io.crc32(path) != self.files[name][0]):
             raise self._damaged(path)
         self._right.add(name)
-        return safetensors_io.read_rows(path, key, first, count, "checkpoint file")
+        return safetensors_io.read_rows(path, key, first, count)
 
     def _damaged(self, path: Path) -> Refusal:
         """What is damaged, and what to do. Nothing takes another checkpoint by itself: a run would train twice."""

@@ -83,18 +83,6 @@ class Options(argparse.ArgumentParser):
         raise Refusal(f"{message}; see --help")
 
 
-def between(least: float, most: float, kind: type = int) -> Callable[[str], float]:
-    """The type of an option that takes a number from `least` to `most`."""
-
-    def number(text: str) -> float:
-        value = kind(text)  # argparse refuses what this does not take
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{value}: give a number from {least} to {most}")
-        return value
-
-    return number
-
-
 def run(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run a command and return its exit code. name: of the command, for its message."""
     with redirect_stdout(BrokenPipeSafeStream(sys.stdout)), redirect_stderr(BrokenPipeSafeStream(sys.stderr)):

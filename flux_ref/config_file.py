@@ -26,7 +26,7 @@ def load(path: str | Path, overrides: Collection[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        tree = tomllib.loads(read_text(path, "config"))
+        tree = tomllib.loads(read_text(path))
     except ValueError as error:
         raise Refusal(f"config {path} is not valid TOML: {error}") from None
     values: Values = {}

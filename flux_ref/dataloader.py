@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flux_ref import dataset, ranks, rng, schedule
-from flux_ref.cli import Fault, Refusal
+from flux_ref.cli import Refusal
 from flux_ref.config import Config, ModelConfig, Shape, empty_dir, rank_batch
 from flux_ref.dataset import Arrays
 
@@ -144,7 +145,8 @@ class SampleSet:
         self.rank = rank
         self.size = size
         folder = cfg.data.val if self.split == "val" else cfg.data.train or "."
-        self.shards = dataset.ShardSet(folder, dataset.sample_layout(cfg.model))
+        paths = dataset.paths_of(Path(folder)) if folder else []
+        self.shards = dataset.ShardSet(paths, dataset.sample_layout(cfg.model))
         self.count = len(self.shards)  # samples
         expected = {"train": cfg.data.expected_train_samples, "val": cfg.data.expected_val_samples}
         wanted = expected[self.split]
@@ -160,19 +162,6 @@ class SampleSet:
     def open(self) -> None:
         """Open the shards. Raises: Refusal, OSError."""
         self.shards.open()
-
-    def _read(self, sample: int, row: Arrays) -> dataset.Meta:
-        """Read a sample into a row. Raises: Fault."""
-        try:
-            return self.shards.read(sample, row)
-        except dataset.BadSample as error:
-            raise self._bad(str(error)) from None
-
-    def _bad(self, reason: str) -> Fault:
-        remedy = (
-            "make the set anew: by data.kind=toy with --data.train=DIR/train --data.val=DIR/val, or by tools.prepare"
-        )
-        return Fault(f"bad {self.split} sample: {reason}; {remedy}", alone=True)
 
 
 class TrainSet(SampleSet):
@@ -198,7 +187,7 @@ class TrainSet(SampleSet):
 
     def _fill(self, row: Arrays, item: Item) -> None:
         epoch, sample = item
-        self._read(sample, row)
+        self.shards.read(sample, row)
         draw = rng.train_draw(self.cfg.train, epoch, sample, self.cfg.model.latent_shape)
         if draw.drop_caption:  # spec: T5 and CLIP together
             for name, encoding in self.empty.items():
@@ -220,7 +209,7 @@ class ValSet(SampleSet):
             return
         missing = set(range(schedule.TIMESTEPS))
         for sample in map(int, rng.order(0, 0, self.count)):  # a set may be sorted by its timesteps
-            missing -= {self._read(sample, self.buffers[0].views[0]).timestep}
+            missing -= {self.shards.read(sample, self.buffers[0].views[0]).timestep}
             if not missing:
                 return
         raise Refusal(
@@ -251,9 +240,10 @@ class ValSet(SampleSet):
                 values[...] = 0
             row["timestep"][...] = PADDING
             return
-        meta = self._read(sample, row)
+        meta = self.shards.read(sample, row)
         if meta.timestep is None or meta.timestep not in range(schedule.TIMESTEPS):
-            raise self._bad(f"{meta.key} has timestep {meta.timestep}, want 0 to {schedule.TIMESTEPS - 1}")
+            want = f"want 0 to {schedule.TIMESTEPS - 1}"
+            raise dataset.BadSample(f"{self.cfg.data.val}: {meta.key} has timestep {meta.timestep}, {want}")
         latent_eps, noise = rng.val_draw(self.cfg.train.seed, noise_epoch, sample, self.cfg.model.latent_shape)
         row["timestep"][...] = meta.timestep
         row["t"][...] = meta.timestep / schedule.TIMESTEPS  # spec: k / 8, not (k + 0.5) / 8

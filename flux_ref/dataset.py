@@ -28,20 +28,25 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from flux_ref import files
-from flux_ref.cli import Refusal, count_progress, one_line, shown
+from flux_ref.cli import Fault, Refusal, count_progress, one_line, shown
 from flux_ref.config import ModelConfig, Shape, Shapes
 
 MEMBERS = ("t5", "clip", "mean", "logvar")
 Arrays = dict[str, np.ndarray]  # of one sample, each of MEMBERS: bf16 bits as uint16
 HAS_FADVISE = hasattr(os, "posix_fadvise")  # macOS has none
 BLOCK, RECORD = 512, 10_240  # bytes; tar's two units
+NAME_BYTES = 100  # of a tar header, which begins with the member's name
 NPY_HEADER = 128  # bytes before the numbers of a .npy blob
 END_BYTES = 2 * BLOCK  # an archive ends with two zero blocks
 INFINITE = 0x7F80  # the exponent bits of a bf16: all are set in infinite numbers and NaN
 
 
-class BadSample(Refusal):
-    """A sample is not what it should be. The message names the shard, the sample and the reason."""
+class BadSample(Fault):
+    """A sample is not what it should be. The message names the shard, the sample, the reason and the remedy."""
+
+    def __init__(self, reason: str):
+        remedy = "by data.kind=toy with --data.train=DIR/train --data.val=DIR/val, or by tools.prepare"
+        super().__init__(f"{reason}; make the set anew: {remedy}", alone=True)
 
 
 def _round_up(size: int, unit: int = BLOCK) -> int:
@@ -60,8 +65,25 @@ class SampleLayout:
 
     def __init__(self, shapes: Shapes):
         self.shapes = shapes
+        # The bytes of each member, by what its name has after the key. Zeros fill up the text.
+        self.sizes = {"json": BLOCK} | {f"{name}.bytes": NPY_HEADER + 2 * prod(shapes[name]) for name in MEMBERS}
         # Of a sample in a shard, with tar headers and padding.
-        self.stride = 2 * BLOCK + sum(BLOCK + _round_up(NPY_HEADER + 2 * prod(shapes[name])) for name in MEMBERS)
+        self.stride = sum(BLOCK + _round_up(size) for size in self.sizes.values())
+
+    def count(self, path: Path) -> int:
+        """The samples in a shard, by its size; it is not opened. Raises: Refusal, OSError.
+
+        An archive ends after its end marker, or is padded to a multiple of RECORD bytes, as tar does.
+        """
+        size = path.stat().st_size
+        count = (size - END_BYTES) // self.stride
+        end = count * self.stride + END_BYTES
+        if count < 1 or size not in (end, _round_up(end, RECORD)):
+            raise Refusal(
+                f"shard {path} ({size} bytes) is truncated, or made for another model: samples of {self.shapes} take"
+                f" {self.stride} bytes each; copy it again, or give the config that it was made for"
+            )
+        return count
 
     def arrays(self) -> Arrays:
         """Memory for one sample: an uninitialised uint16 array for each member."""
@@ -70,7 +92,7 @@ class SampleLayout:
     def numbers(self, name: str, blob: bytes | memoryview) -> np.ndarray:
         """The bf16 bits in the .npy blob of a member, not copied. Raises: ValueError if it has another form."""
         shape = self.shapes[name]
-        if bytes(blob[:NPY_HEADER]) != npy_header(shape) or len(blob) != NPY_HEADER + 2 * prod(shape):
+        if bytes(blob[:NPY_HEADER]) != npy_header(shape) or len(blob) != self.sizes[f"{name}.bytes"]:
             raise ValueError(f"{name} is no .npy file of uint16 {shape} in C order")
         return np.frombuffer(blob, np.uint16, offset=NPY_HEADER).reshape(shape)
 
@@ -96,107 +118,24 @@ class Meta(NamedTuple):
 Sample = tuple[Meta, Arrays]
 
 
-class Shard:
-    """One file of samples."""
-
-    def __init__(self, path: Path, layout: SampleLayout):
-        """Count the samples by the size of the file, which is not opened. Raises: Refusal, OSError.
-
-        An archive ends after its end marker, or is padded to a multiple of RECORD bytes, as tar does.
-        """
-        self.path = path
-        self.layout = layout
-        size = path.stat().st_size
-        self.count = (size - END_BYTES) // layout.stride
-        end = self.count * layout.stride + END_BYTES
-        if self.count < 1 or size not in (end, _round_up(end, RECORD)):
-            raise Refusal(
-                f"shard {path} ({size} bytes) is truncated, or made for another model: samples of {layout.shapes} take"
-                f" {layout.stride} bytes each; copy it again, or give the config that it was made for"
-            )
-
-    def open(self) -> None:
-        self.file = self.path.open("rb", buffering=0)
-
-    def read(self, position: int, arrays: Arrays) -> Meta:
-        """Read a sample into arrays. Raises: BadSample, and they then hold anything; OSError, which names the shard."""
-        try:
-            with files.naming(self.path):
-                return self._parse(self._bytes(position), arrays)
-        except ValueError as error:
-            raise BadSample(f"{self.path}, sample {position}: {error}") from None
-
-    def _bytes(self, position: int) -> bytes:
-        """The bytes of a sample."""
-        stride = self.layout.stride
-        content = b""
-        while len(content) < stride:  # network file systems may take more than one call
-            part = os.pread(self.file.fileno(), stride - len(content), position * stride + len(content))
-            if not part:
-                raise ValueError("the file ends within the sample")
-            content += part
-        return content
-
-    def _parse(self, content: bytes, arrays: Arrays) -> Meta:
-        """Take a sample apart. Raises: ValueError."""
-        members = {}
-        begin = 0
-        while begin < len(content):  # by hand: tarfile takes three times as long, and holds up the training thread
-            name, size = _tar_header(content[begin : begin + BLOCK])
-            begin += BLOCK
-            members[name] = content[begin : begin + size]
-            begin += _round_up(size)
-        key = next(iter(members), "").partition(".")[0]
-        wanted = {f"{key}.json", *(f"{key}.{name}.bytes" for name in MEMBERS)}
-        if members.keys() != wanted:
-            raise ValueError(f"it holds {shown(list(members))}, want json, t5, clip, mean and logvar of one key")
-        for name in MEMBERS:
-            arrays[name][...] = self.layout.numbers(name, members[f"{key}.{name}.bytes"])
-            if (arrays[name] & INFINITE == INFINITE).any():
-                raise ValueError(f"{name} holds NaN or infinite values")
-        text = members[f"{key}.json"]
-        said = files.json_object_or_empty(text)  # {} for anything else
-        timestep = said.get("timestep")
-        if not said or type(timestep) not in (int, type(None)):
-            raise ValueError(f"its json is {shown(text)}, want an object, with timestep an integer or null")
-        return Meta(key, timestep, str(said.get("caption") or ""))
-
-
-def _tar_header(block: bytes) -> tuple[str, int]:
-    """(name, size) of the member that a tar header begins. Raises: ValueError."""
-    if block[257:262] != b"ustar":
-        raise ValueError("no tar header stands where a member begins")
-    digits = block[124:136].strip(b"\0 ")
-    if digits.strip(b"01234567"):  # int() takes a sign and underscores, too; a negative size would never end
-        raise ValueError(f"{shown(digits)} stands where a tar header gives a member's size in octal digits")
-    return block[:100].rstrip(b"\0").decode(), int(digits, 8)
-
-
 class ShardSet:
     """A data set as one sequence of samples, in the order of its shards."""
 
-    def __init__(self, folder: str | Path, layout: SampleLayout):
-        """Look at names and sizes alone: no shard of the right size is opened (spec: not before run_start).
+    def __init__(self, paths: list[Path], layout: SampleLayout):
+        """Count the samples by the sizes of the shards. None is opened (spec: not before run_start).
 
-        folder: "" holds no samples.
-        Raises: Refusal for a missing or empty folder and for a shard whose size does not fit.
+        Raises: Refusal for a shard whose size does not fit; OSError.
         """
+        self.paths = paths
         self.layout = layout
-        self.paths = paths_of(Path(folder)) if folder else []
-        self.shards = [Shard(path, layout) for path in count_progress(self.paths)]
         # The index of each shard's first sample, and at the end the number of samples.
-        self.first = list(accumulate((shard.count for shard in self.shards), initial=0))
+        self.first = list(accumulate((layout.count(path) for path in count_progress(paths)), initial=0))
 
     def __len__(self) -> int:
         return self.first[-1]
 
-    def __iter__(self) -> Iterator[Sample]:
-        """Every sample of an open set, as `sample` gives it."""
-        return map(self.sample, count_progress(range(len(self))))
-
     def open(self) -> None:
-        for shard in self.shards:
-            shard.open()
+        self.files = [path.open("rb", buffering=0) for path in self.paths]
 
     def drop_page_cache(self) -> None:
         """Drop the shards' clean pages from the operating system's cache, where HAS_FADVISE. Reads no byte."""
@@ -211,9 +150,53 @@ class ShardSet:
         return self.read(index, arrays), arrays
 
     def read(self, index: int, arrays: Arrays) -> Meta:
-        """Read sample `index` into arrays, as Shard.read does. Raises: BadSample."""
+        """Read sample `index` into arrays.
+
+        Raises: BadSample, and the arrays then hold anything; OSError, which names the shard.
+        """
         number = bisect(self.first, index) - 1
-        return self.shards[number].read(index - self.first[number], arrays)
+        position = index - self.first[number]
+        path = self.paths[number]
+        try:
+            with files.naming(path):
+                return self._parse(self._bytes(self.files[number], position), arrays)
+        except ValueError as error:
+            raise BadSample(f"{path}, sample {position}: {error}") from None
+
+    def _bytes(self, file: BinaryIO, position: int) -> bytes:
+        """The bytes of a sample of a shard."""
+        stride = self.layout.stride
+        content = b""
+        while len(content) < stride:  # network file systems may take more than one call
+            part = os.pread(file.fileno(), stride - len(content), position * stride + len(content))
+            if not part:
+                raise ValueError("the file ends within the sample")
+            content += part
+        return content
+
+    def _parse(self, content: bytes, arrays: Arrays) -> Meta:
+        """Take a sample apart. Raises: ValueError."""
+        members = {}
+        begin = 0
+        while begin < len(content):  # by hand: tarfile takes three times as long, and holds up the training thread
+            name = content[begin : begin + NAME_BYTES].rstrip(b"\0").decode(errors="replace")
+            key, _, kind = name.partition(".")
+            size = self.layout.sizes.get(kind, 0)
+            begin += BLOCK
+            members[name] = content[begin : begin + size]
+            begin += _round_up(size)
+        if members.keys() != {f"{key}.{kind}" for kind in self.layout.sizes}:
+            raise ValueError(f"it holds {shown(list(members))}, want json, t5, clip, mean and logvar of one key")
+        for name in MEMBERS:
+            arrays[name][...] = self.layout.numbers(name, members[f"{key}.{name}.bytes"])
+            if (arrays[name] & INFINITE == INFINITE).any():
+                raise ValueError(f"{name} holds NaN or infinite values")
+        text = members[f"{key}.json"].rstrip(b"\0")
+        said = files.json_object_or_empty(text)  # {} for anything else
+        timestep = said.get("timestep")
+        if not said or type(timestep) not in (int, type(None)):
+            raise ValueError(f"its json is {shown(text)}, want an object, with timestep an integer or null")
+        return Meta(key, timestep, str(said.get("caption") or ""))
 
 
 def paths_of(folder: Path) -> list[Path]:
@@ -247,7 +230,7 @@ def read_empty(folder: str | Path, layout: SampleLayout) -> Arrays:
         path = Path(folder) / f"{name}_empty.npy"
         shape = layout.shapes[name]
         try:
-            array = np.load(path, mmap_mode="r")  # refuses pickles, and allocates nothing that the file does not hold
+            array = np.load(path)  # refuses pickles
             if array.dtype not in (np.uint16, np.float16, np.float32) or array.shape not in (shape, (1, *shape)):
                 raise ValueError(f"it is {array.dtype} {array.shape}, want uint16, float16 or float32 {shape}")
             values = from_bf16_bits(array) if array.dtype == np.uint16 else array

@@ -1,4 +1,4 @@
-"""Reading with a limit; files and folders that appear whole or not at all; lines that are appended; locks; records.
+"""Reading regular files; files and folders that appear whole or not at all; lines that are appended; locks; records.
 
 What is being written lies beside its place, under a hidden name that ends in `.flux_ref_partial`. No reader looks at
 such names.
@@ -24,21 +24,19 @@ from flux_ref.cli import ProgressCount, Refusal, notice
 PARTIAL = ".flux_ref_partial"  # how the names of what is being written end
 
 
-def read_bytes(path: Path, what: str, most: int = 2**31) -> bytes:
-    """The bytes of a regular file of at most `most`. what: its kind, for the message. Raises: Refusal, OSError."""
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a regular file. Raises: Refusal, OSError."""
     if not path.is_file():  # a pipe would wait for ever
-        raise Refusal(f"{what} {path.absolute()} is no file; give a file")
-    if path.stat().st_size > most:
-        raise Refusal(f"{what} {path} is larger than {most:,} bytes; give the right file")
+        raise Refusal(f"{path.absolute()} is no file; give a file")
     return path.read_bytes()
 
 
-def read_text(path: Path, what: str) -> str:
+def read_text(path: Path) -> str:
     """The text of a file. Raises: Refusal, OSError."""
     try:
-        return decode(read_bytes(path, what))
+        return decode(read_bytes(path))
     except ValueError as error:
-        raise Refusal(f"{what} {path} is not UTF-8: {error}; save it as UTF-8") from None
+        raise Refusal(f"{path} is not UTF-8: {error}; save it as UTF-8") from None
 
 
 def decode(content: bytes) -> str:
@@ -67,14 +65,6 @@ def matching(folder: Path, pattern: str) -> list[Path]:
 def reraise(error: OSError) -> NoReturn:
     """For os.walk, which would leave out a folder that it may not read."""
     raise error
-
-
-def read_json(path: Path, what: str) -> dict:
-    """The JSON object in a file. Raises: Refusal, OSError."""
-    content = json_object_or_empty(read_bytes(path, what))
-    if not content:
-        raise Refusal(f"{what} {path} holds no JSON object")
-    return content
 
 
 def json_object_or_empty(text: str | bytes) -> dict:

@@ -22,6 +22,7 @@ lead to.
 Nothing but empty lock files is written before `begin`, so a start that is refused changes no run. Nothing is deleted.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -144,7 +145,10 @@ def _checkpoint(cfg: Config, folder: Path, sizes: dict[str, int]) -> Path | None
         if differ:
             raise Refusal(f"{folder} holds a run of another config or data: {'; '.join(differ)}; {REMEDY}")
     if (folder / OUTCOME).exists():
-        end = files.read_json(folder / OUTCOME, "outcome")
+        try:
+            end = json.loads((folder / OUTCOME).read_bytes())
+        except ValueError as error:
+            raise Refusal(f"{folder / OUTCOME} is damaged: {error}; mend it, or {REMEDY}") from None
         reached = end["val_loss"] is not None and end["val_loss"] <= cfg.eval.target
         if reached or end["samples"] >= cfg.train.max_samples:
             longer = "raise train.max_samples or lower eval.target to train it longer (at optim.lr / 10 after a decay)"

@@ -14,8 +14,8 @@ from flux_ref.files import naming, sync
 
 
 @contextmanager
-def opened(path: Path, what: str) -> Iterator[safe_open]:
-    """A safetensors file, open for reading. what: its kind, for the message. Raises: Refusal, also while it is read.
+def opened(path: Path) -> Iterator[safe_open]:
+    """A safetensors file, open for reading. Raises: Refusal, also while it is read.
 
     Open it anew for each tensor: a mapping that stays open fills memory.
     """
@@ -23,12 +23,12 @@ def opened(path: Path, what: str) -> Iterator[safe_open]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise Refusal(f"{what} {path} cannot be read as safetensors: {error}; give another") from None
+        raise Refusal(f"{path} cannot be read as safetensors: {error}; give another") from None
 
 
-def read_rows(path: Path, name: str, first: int, count: int, what: str) -> Tensor:
-    """Rows of a tensor, in the file's dtype. what: as for `opened`. Raises: Refusal."""
-    with opened(path, what) as file:
+def read_rows(path: Path, name: str, first: int, count: int) -> Tensor:
+    """Rows of a tensor, in the file's dtype. Raises: Refusal."""
+    with opened(path) as file:
         rows = file.get_slice(name)[first : first + count]
     ProgressCount.total += rows.nbytes
     return rows
@@ -55,11 +55,9 @@ def crc32(path: Path) -> int:
 
 
 def require_fit(found: dict[str, tuple], want: dict[str, tuple], where: str | Path) -> None:
-    """Compare names and shapes of tensors. Raises: Refusal with one example of each kind of what does not fit."""
-    kinds = (
-        [f"{name} is missing" for name in want if name not in found],
-        [f"{name} is unexpected" for name in found if name not in want],
-        [f"{name} is {found[name]}, want {want[name]}" for name in want if found.get(name, want[name]) != want[name]],
-    )
-    if examples := [misfits[0] for misfits in kinds if misfits]:
-        raise Refusal(f"{where} does not fit in {sum(map(len, kinds))} tensors: {'; '.join(examples)}")
+    """Compare names and shapes of tensors. Raises: Refusal with an example of what does not fit."""
+    misfits = sorted(name for name in found | want if found.get(name) != want.get(name))
+    if misfits:
+        one = misfits[0]
+        example = f"{one} is {found.get(one, 'missing')}, want {want.get(one, 'none')}"
+        raise Refusal(f"{where} does not fit in {len(misfits)} tensors, such as: {example}")

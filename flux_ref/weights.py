@@ -96,18 +96,6 @@ def parts_from_diffusers(model: ModelConfig) -> Parts:
     return parts
 
 
-def parts_to_diffusers(model: ModelConfig) -> Parts:
-    """diffusers' tensors, made of the parameters."""
-    parts: Parts = {}
-    for name, others in parts_from_diffusers(model).items():
-        row = 0
-        for other in others:
-            # Only the head's modulation has two parts, and they are exchanged.
-            parts.setdefault(other.name, []).insert(0, Part(name, row, other.rows))
-            row += other.rows
-    return parts
-
-
 # Values
 
 
@@ -170,7 +158,7 @@ def config_of(path: Path, given: str | None) -> Config:
 def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Source:
     """The weights at a path that `find` returned. averaged: in their place, the average of optim.ema_half_life.
 
-    Raises: Refusal that lists what is missing, unexpected or misshaped, or says that there is no average.
+    Raises: Refusal with an example of what is missing, unexpected or misshaped, or if there is no average.
     """
     own = config_of(path, None)
     if averaged and not own.optim.ema_half_life:
@@ -190,42 +178,37 @@ def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Sourc
 
 
 def _of_files(path: Path, model: ModelConfig) -> Source:
-    files, shapes, metadata = headers([path] if path.is_file() else matching(path, "*.safetensors"))
+    """Raises: Refusal for a file that is not whole, for a tensor that two files hold, and for what does not fit."""
+    files: dict[str, Path] = {}
+    shapes: Shapes = {}
+    metadata: dict[str, str] = {}
+    for place in [path] if path.is_file() else matching(path, "*.safetensors"):
+        with safetensors_io.opened(place) as file:
+            metadata |= file.metadata() or {}
+            for name in file.keys():  # noqa: SIM118
+                if name in files:  # such as variants of diffusers, in fp16 and fp32
+                    raise Refusal(f"{place} and {files[name].name} both hold {name}; give one file, or move the other")
+                files[name] = place
+                shapes[name] = tuple(file.get_slice(name).get_shape())
     table = parameter_table(model)
     parts = whole_parts(table)
     if any("transformer_blocks." in name for name in shapes):  # each of diffusers' files has some
         parts = parts_from_diffusers(model)
-        theirs = parts_to_diffusers(model)
-        table = {name: (sum(own.rows for own in of), *table[of[0].name][1:]) for name, of in theirs.items()}
+        table = {  # the head's modulation has two parts of one tensor
+            part.name: (sum(other.rows for other in of if other.name == part.name), *table[name][1:])
+            for name, of in parts.items()
+            for part in of
+        }
     safetensors_io.require_fit(shapes, table, f"weights {path}")
 
     def stored(name: str, first: int, count: int) -> Tensor:
-        rows = safetensors_io.read_rows(files[name], name, first, count, "weights")
+        rows = safetensors_io.read_rows(files[name], name, first, count)
         if not rows.is_floating_point():
             raise Refusal(f"{files[name]}: {name} is {rows.dtype}, want floating point; give unquantised weights")
         return rows
 
     # Others write anything into metadata.
     return Source(path, stored, parts, metadata if metadata.get("trained_by") == TRAINER else {})
-
-
-def headers(paths: list[Path]) -> tuple[dict[str, Path], Shapes, dict[str, str]]:
-    """The file and the shape of each tensor of safetensors files, and all their metadata.
-
-    Raises: Refusal for a file that is not a whole one, and for a tensor that two files hold.
-    """
-    files: dict[str, Path] = {}
-    shapes: Shapes = {}
-    metadata: dict[str, str] = {}
-    for path in paths:
-        with safetensors_io.opened(path, "weights") as file:
-            metadata |= file.metadata() or {}
-            for name in file.keys():  # noqa: SIM118
-                if name in files:  # such as variants of diffusers, in fp16 and fp32
-                    raise Refusal(f"{path} and {files[name].name} both hold {name}; give one file, or move the other")
-                files[name] = path
-                shapes[name] = tuple(file.get_slice(name).get_shape())
-    return files, shapes, metadata
 
 
 def load(net: ShardedFlux, source: Source) -> None:

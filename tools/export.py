@@ -22,7 +22,7 @@ from flux_ref.config import ModelConfig
 from flux_ref.model import parameter_table
 from flux_ref.optim import EMA
 from flux_ref.precision.recipe import DTYPES
-from flux_ref.weights import TRAINER, Source
+from flux_ref.weights import TRAINER, Part, Parts, Source
 
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 
@@ -46,6 +46,18 @@ def diffusers_config(model: ModelConfig) -> dict:
     }
 
 
+def parts_to_diffusers(model: ModelConfig) -> Parts:
+    """diffusers' tensors, made of the parameters."""
+    parts: Parts = {}
+    for name, others in weights.parts_from_diffusers(model).items():
+        row = 0
+        for other in others:
+            # Only the head's modulation has two parts, and they are exchanged.
+            parts.setdefault(other.name, []).insert(0, Part(name, row, other.rows))
+            row += other.rows
+    return parts
+
+
 def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: torch.dtype) -> None:
     """Write weights as one file ("bfl") or as a folder for diffusers. `out` is new and appears once it is whole.
 
@@ -60,7 +72,7 @@ def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: to
     with files.whole(out, is_new=True) as partial:
         file = partial
         if layout == "diffusers":
-            parts = weights.parts_to_diffusers(model)
+            parts = parts_to_diffusers(model)
             partial.mkdir()
             (partial / "config.json").write_text(json.dumps(diffusers_config(model), indent=2))
             file = partial / DIFFUSERS_FILE

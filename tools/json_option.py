@@ -1,11 +1,32 @@
-"""How commands give their figures: as tables, and as JSON with --json."""
+"""What commands share: options that take numbers; reading JSON; figures as tables, and as JSON with --json."""
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from flux_ref.files import write_whole
+from flux_ref.cli import Refusal
+from flux_ref.files import json_object_or_empty, read_bytes, write_whole
+
+
+def between(least: float, most: float, kind: type = int) -> Callable[[str], float]:
+    """The type of an option that takes a number from `least` to `most`."""
+
+    def number(text: str) -> float:
+        value = kind(text)  # argparse refuses what this does not take
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{value}: give a number from {least} to {most}")
+        return value
+
+    return number
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file. Raises: Refusal, OSError."""
+    content = json_object_or_empty(read_bytes(path))
+    if not content:
+        raise Refusal(f"{path} holds no JSON object")
+    return content
 
 
 def json_option(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ import torch
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torchvision.transforms.v2 import functional as transforms
 from torchvision.utils import make_grid
 
 from flux_ref import config, dataset, flow, ranks, rng, sharding, toy
@@ -47,9 +48,9 @@ class Artist:
                 self.autoencoder = encoders.load_autoencoder(vae, world.device)
 
     def take_stored(self, samples: ShardSet) -> None:
-        """Draw pictures.count different captions from all over an open data set, always the same. Raises: Refusal.
+        """Draw pictures.count different captions from all over an open data set, always the same.
 
-        At most LOOKED_AT samples for each caption are looked at, so there may be fewer.
+        At most LOOKED_AT samples for each caption are looked at, so there may be fewer. Raises: Refusal, Fault.
         """
         count = self.cfg.pictures.count
         found: dict[str, Arrays] = {}
@@ -76,10 +77,10 @@ class Artist:
                 values = toy.encode_caption(text, model, own=bool(self.cfg.data.pictures)).values()
                 self.encoded.append([torch.from_numpy(part).bfloat16() for part in values])
         else:
-            nets = encoders.Encoders(home, model, self.world.device, torch.float32, sees=False)
+            nets = encoders.text_encoders(home, model, self.world.device, torch.float32)
             for text in (*prompts, ""):
                 at(f"encoding {text!r}")
-                self.encoded.append([net([text])[0].bfloat16() for net in (nets.t5, nets.clip)])
+                self.encoded.append([net([text])[0].bfloat16() for net in nets])
         self.empty = self.encoded.pop()
 
     def paint(self, net: nn.Module, at: Say) -> list[Tensor]:
@@ -185,8 +186,7 @@ class Gallery(Artist):
             self.save(self.originals, path.with_stem("originals"))
         self.report.picture(path, samples)
         strip(path.parent, pictures[0].shape[1])
-        few = ", as no more captions differ" * (len(pictures) < self.cfg.pictures.count)
-        self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures{few}: {path}")
+        self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures: {path}")
 
 
 # Pixels
@@ -203,7 +203,7 @@ def save(pictures: list[np.ndarray], captions: list[str], path: Path) -> None:
     tiles = [_tile(picture, caption) for picture, caption in zip(pictures, captions)]
     sheet = make_grid(tiles, nrow=COLUMNS, padding=GAP, pad_value=255)
     path.parent.mkdir(exist_ok=True)
-    write_png(path, Image.fromarray(sheet.permute(1, 2, 0).numpy()))
+    write_png(path, transforms.to_pil_image(sheet))
 
 
 def strip(folder: Path, rows: int) -> None:
@@ -227,8 +227,7 @@ def _tile(picture: np.ndarray, caption: str) -> torch.Tensor:
     pixels = ((picture.transpose(1, 2, 0) + 1) * 127.5).round().clip(0, 255)
     image = Image.fromarray(pixels.astype(np.uint8))
     image = ImageOps.scale(image, max(1.0, HEIGHT / image.height))
-    tile = Image.new("RGB", (image.width, image.height + CAPTION_HEIGHT), "white")
-    tile.paste(image)
+    tile = ImageOps.expand(image, (0, 0, 0, CAPTION_HEIGHT), "white")
     text = textwrap.fill(printable(caption), image.width // 6, max_lines=2)
     ImageDraw.Draw(tile).text((4, image.height + 3), text, "black")
-    return torch.from_numpy(np.array(tile)).permute(2, 0, 1)
+    return transforms.pil_to_tensor(tile)

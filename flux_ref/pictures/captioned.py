@@ -1,30 +1,25 @@
-"""Pictures and captions of people: in folders, and in tars as img2dataset writes them.
+"""Pictures and captions of people, in folders.
 
 Each picture that is found is a sample, or is rejected with a reason; none vanishes. Hidden names are not read. Only the
-decoders of FORMATS see a picture. No name in an archive leads out of it.
+decoders of FORMATS see a picture.
 """
 
 import contextlib
 import csv
 import io
-import itertools
 import json
 import os
-import tarfile
 import unicodedata
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageCms, ImageOps
 from torch import Tensor
-from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
-from webdataset.tariterators import base_plus_ext
 
 from flux_ref.cli import Refusal, count_progress, shown
 from flux_ref.files import decode, json_object_or_empty, read_bytes, read_text, reraise
@@ -32,11 +27,9 @@ from flux_ref.files import decode, json_object_or_empty, read_bytes, read_text, 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 TEXTS = (".txt", ".caption", ".json")  # the first that is there counts; kohya's scripts write .caption
-TARS = (".tar", ".tar.gz", ".tgz")
 LISTINGS = ("metadata.jsonl", "metadata.csv")  # as Hugging Face's imagefolder has them
 FILE_NAME = "file_name"  # a column: the path in the folder
 MIN_SIDE = 64  # pixels
-MOST_BYTES = 2**28  # of a picture or a text
 SRGB = ImageCms.createProfile("sRGB")
 Content = bytes | Path  # of a file: what it holds, or where it is
 
@@ -76,15 +69,12 @@ class Picture:
         return caption
 
 
-Part = Callable[[], Iterator[Picture]]  # some consecutive pictures; every call gives the same ones
-
-
 def _bytes(content: Content, what: str) -> bytes:
     """What a regular file holds. Raises: Rejected."""
     if isinstance(content, bytes):
         return content
     try:
-        return read_bytes(content, what, MOST_BYTES)
+        return read_bytes(content)
     except (Refusal, OSError):
         raise Rejected(f"unreadable {what}") from None
 
@@ -93,13 +83,18 @@ def _bytes(content: Content, what: str) -> bytes:
 
 
 def pixels(content: bytes, height: int, width: int) -> Tensor:
-    """The picture in a file as (3, height, width) uint8; the first frame of an animation. Raises: Rejected."""
+    """The picture in a file as (3, height, width) uint8; the first frame of an animation. Raises: Rejected.
+
+    It is resized until it just covers height x width, then cut to its centre.
+    numerics: Pillow's own resize, in integers, gives the same pixels on every machine.
+    """
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             if min(image.size) < MIN_SIDE:
                 raise Rejected("too small")
             image.load()
-            return cover(srgb(image), height, width)
+            fitting = ImageOps.fit(srgb(image), (width, height), Image.Resampling.BICUBIC)
+            return transforms.pil_to_tensor(fitting)
     except Rejected:
         raise
     except Image.DecompressionBombError:
@@ -127,23 +122,10 @@ def srgb(image: Image.Image) -> Image.Image:
     return Image.composite(image, Image.new("RGB", image.size, "white"), opacity) if opacity else image
 
 
-def cover(image: Image.Image, height: int, width: int) -> Tensor:
-    """Resized until it just covers height x width, then cut to its centre: (3, height, width) uint8.
-
-    numerics: Pillow's own resize, in integers, gives the same pixels on every machine.
-    """
-    columns, rows = image.size
-    size = [height, columns * height // rows]
-    if size[1] < width:
-        size = [rows * width // columns, width]
-    image = transforms.resize(image, size, InterpolationMode.BICUBIC, antialias=True)
-    return transforms.pil_to_tensor(transforms.center_crop(image, [height, width]))
+# Files of one key
 
 
-# Files of one key, in a folder or in a tar
-
-
-def _grouped(key: str, files: list[Picture]) -> Iterator[Picture]:
+def grouped(key: str, files: list[Picture]) -> Iterator[Picture]:
     """Each file that is no text, of those whose names begin with one key."""
     suffixes = [file.name.removeprefix(key).lower() for file in files]
     texts = {suffix: file.content for suffix, file in zip(suffixes, files) if suffix in TEXTS}
@@ -175,8 +157,8 @@ def list_files(root: Path) -> list[str]:
     return sorted(names)
 
 
-def split_into_parts(root: Path, names: list[str], column: str, size: int) -> list[Part]:
-    """The pictures of a folder: a part for each tar, then parts of `size` other pictures. Raises: Refusal.
+def find_pictures(root: Path, names: list[str], column: str) -> list[Picture]:
+    """The pictures among the files of a folder. Raises: Refusal.
 
     names: as `list_files` gives them. column: that of the captions in metadata.jsonl or metadata.csv.
     """
@@ -184,19 +166,14 @@ def split_into_parts(root: Path, names: list[str], column: str, size: int) -> li
     listings = [name for name in names if os.path.basename(name) in LISTINGS]
     if len(listings) > 1:
         raise Refusal(f"{root} has {' and '.join(listings[:3])}; keep the one that describes the pictures")
-    parts: list[Part] = []
     groups: dict[str, list[Picture]] = defaultdict(list)
     for name in names:
-        if name.lower().endswith(TARS) and os.path.isfile(root / name):  # a pipe would wait for ever
-            parts.append(partial(read_tar, root, name))
-        elif name not in listings:
+        if name not in listings:
             groups[os.path.splitext(name)[0]].append(Picture(name, content=root / name))
-    found = [picture for key, files in groups.items() for picture in _grouped(key, files)]
+    found = [picture for key, files in groups.items() for picture in grouped(key, files)]
     if listings:
         found = _listed(root, listings[0], [picture.name for picture in found], column)
-    for start in range(0, len(found), size):
-        parts.append(partial(iter, found[start : start + size]))
-    return parts
+    return found
 
 
 # Tables of captions
@@ -232,7 +209,7 @@ def _plain(name: str) -> str:
 def _rows(path: Path, column: str) -> list[dict]:
     """The rows of metadata.jsonl or metadata.csv; {} for one that cannot be read. Raises: Refusal."""
     try:
-        text = read_text(path, "captions")
+        text = read_text(path)
         if path.suffix == ".jsonl":
             rows = [json_object_or_empty(line) for line in text.split("\n") if line.strip()]
         else:  # strict: an open quote would swallow rows. csv puts the fields that the head does not name under None
@@ -247,40 +224,3 @@ def _rows(path: Path, column: str) -> list[dict]:
             remedy = "give each picture a line of its own, in .jsonl one object; or give prepare --caption-column NAME"
             raise Refusal(f"{path}: no row has the column {name!r}; its columns: {names}; {remedy}")
     return rows
-
-
-# Tars
-
-
-def read_tar(root: Path, tar: str) -> Iterator[Picture]:
-    """The pictures of an archive, named TAR/MEMBER, in webdataset's groups: consecutive members with one key.
-
-    Hidden names are left out, as in folders: a Mac puts ._NAME before each file.
-    """
-    for key, files in itertools.groupby(_members(root, tar), key=lambda file: base_plus_ext(file.name)[0] or ""):
-        yield from _grouped(key, list(files))
-
-
-def _members(root: Path, tar: str) -> Iterator[Picture]:
-    """Each file; pictures and texts with what they hold or link to. The last one stands for damage, if there is any."""
-    try:
-        with tarfile.open(root / tar) as archive:
-            for member in archive:
-                if not member.isdir() and not os.path.basename(member.name).startswith("."):
-                    yield _member(archive, member, f"{tar}/{member.name}")
-            archive.fileobj.seek(archive.offset)
-            end = archive.fileobj.read(2**20)
-            if not end or any(end) or archive.fileobj.read(1):  # tarfile stops there without a word
-                raise tarfile.ReadError
-    except Exception:  # tarfile and its decompressors raise a dozen kinds
-        yield Picture(tar, "damaged archive: it has no end, or does not end there")
-
-
-def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, name: str) -> Picture:
-    if not name.lower().endswith(SUFFIXES + TEXTS):
-        return Picture(name)
-    try:
-        file = archive.extractfile(member)
-    except (KeyError, RecursionError):
-        file = None
-    return Picture(name, content=file.read()) if file else Picture(name, "a link to nothing in its archive")

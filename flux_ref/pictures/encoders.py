@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from flux_ref import flow, safetensors_io
 from flux_ref.cli import Refusal, one_line
 from flux_ref.config import ModelConfig
 
-# B batch  H, W pixel rows and columns  C, Y, X latent  T text tokens (256)  E T5 features (4096)  V CLIP features (768)
+# B batch  T text tokens (256)  E T5 features (4096)  V CLIP features (768)
 FILES = 'ae.safetensors "text_encoder*/*" "tokenizer*/*"'
 FETCH = f"fetch it: hf download black-forest-labs/FLUX.1-schnell {FILES} --local-dir DIR"
 VAE_FILES = ("ae.safetensors", "vae/diffusion_pytorch_model.safetensors")
@@ -60,7 +59,7 @@ def load_autoencoder(given: Path, device: torch.device) -> Any:
         raise Refusal(f"autoencoder {given} is no file and has no ae.safetensors; {FETCH}, and give --pictures.vae=DIR")
     with torch.device("meta"):
         net = new_autoencoder()
-    with safetensors_io.opened(path, "autoencoder") as file:
+    with safetensors_io.opened(path) as file:
         found = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
     if any(".down." in name for name in found):
         from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
@@ -113,34 +112,10 @@ class TextEncoder:
         return found.get("pooler_output", found.last_hidden_state)
 
 
-class Encoders:
-    """From pixels and captions to the four members of samples, as bf16 bits."""
-
-    def __init__(self, home: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype, sees: bool = True):
-        """home: as FLUX.1-schnell's repository. sees: pixels too. Raises: Refusal for files that do not fit the model.
-
-        device: of the nets. dtype: of the text encoders.
-        """
-        self.device = device
-        self.autoencoder: Any = load_autoencoder(home, device) if sees else None
-        t5 = home / "text_encoder_2"
-        self.t5 = TextEncoder(t5, "T5EncoderModel", model.text_tokens, model.t5_dim, device, dtype)
-        self.clip = TextEncoder(home / "text_encoder", "CLIPTextModel", CLIP_TOKENS, model.clip_dim, device, dtype)
-
-    @torch.no_grad()
-    def encode_text(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
-        """{"t5": (B, T, E), "clip": (B, V)}. sync: the host waits for the device."""
-        return {"t5": _bits(self.t5(captions)), "clip": _bits(self.clip(captions))}
-
-    @torch.no_grad()
-    def encode(self, pixels_B3HW: Tensor, captions: Sequence[str]) -> dict[str, np.ndarray]:
-        """encode_text and {"mean", "logvar": (B, C, Y, X)} at the autoencoder's own scale; pixels are uint8."""
-        pixels_B3HW = pixels_B3HW.to(self.device).float() / 127.5 - 1
-        moments = self.autoencoder.encode(pixels_B3HW).latent_dist.parameters
-        mean, logvar = np.split(_bits(moments), 2, axis=1)
-        return self.encode_text(captions) | {"mean": mean, "logvar": logvar}
-
-
-def _bits(values: Tensor) -> np.ndarray:
-    """Rounded to bf16, as its bits in uint16."""
-    return values.bfloat16().view(torch.uint16).cpu().numpy()
+def text_encoders(
+    home: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[TextEncoder, TextEncoder]:
+    """T5 and CLIP of a folder as FLUX.1-schnell's repository. Raises: Refusal for files that do not fit the model."""
+    t5 = TextEncoder(home / "text_encoder_2", "T5EncoderModel", model.text_tokens, model.t5_dim, device, dtype)
+    clip = TextEncoder(home / "text_encoder", "CLIPTextModel", CLIP_TOKENS, model.clip_dim, device, dtype)
+    return t5, clip

@@ -8,7 +8,6 @@ import json
 import os
 from collections import Counter
 from contextlib import ExitStack, suppress
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ MADE_FROM = "made_from.txt"
 def ensure(cfg: Config) -> None:
     """Make the set of data.pictures in the folder above data.train, if it is not there. Raises: Refusal, OSError.
 
-    A set that was made from other files is refused: made_from.txt has the size, time and checksum of each by its name.
+    A set that was made from other files is refused: made_from.txt has the checksum of each by its name.
     """
     folder = Path(cfg.data.train).parent
     root = Path(cfg.data.pictures)
@@ -37,9 +36,8 @@ def ensure(cfg: Config) -> None:
         return
     toy.make_once(folder, lambda: make(folder, root, cfg.model))
     made_from = files.json_object_or_empty(note.read_bytes() if note.is_file() else b"")
-    now = _looked_at(root, made_from)
-    # A copy has times of its own.
-    differ = sorted(name for name in now | made_from if now.get(name, [])[::2] != made_from.get(name, [])[::2])
+    now = _checksums(root)
+    differ = sorted(name for name in now | made_from if now.get(name) != made_from.get(name))
     if differ:
         raise Refusal(
             f"the folder {folder} was not made from what {root} holds now: files that are new, gone or changed:"
@@ -48,33 +46,24 @@ def ensure(cfg: Config) -> None:
         )
 
 
-def _looked_at(root: Path, known: dict[str, list]) -> dict[str, list]:
-    """{name: [size, time, checksum]} of the files of a folder. A file of known size and time is not read again."""
+def _checksums(root: Path) -> dict[str, str]:
+    """Of the files of a folder, by name; "" for what cannot be read."""
     found = {}
     for name in progress(captioned.list_files(root), desc=f"looking at {root}", unit=" files", leave=False, delay=2):
-        path = root / name
-        found[name] = [0, 0, ""]  # of what is no regular file; a pipe would wait for ever
-        if os.path.isfile(path):
-            stat = path.stat()
-            here = [stat.st_size, stat.st_mtime_ns]
-            old = known.get(name, [])
-            found[name] = old if old[:2] == here else [*here, _checksum(path)]
+        found[name] = ""
+        if os.path.isfile(root / name):  # a pipe would wait for ever
+            with suppress(OSError), (root / name).open("rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
-
-
-def _checksum(path: Path) -> str:
-    with suppress(OSError), path.open("rb") as file:  # the list of rejected pictures has what cannot be read
-        return hashlib.file_digest(file, "sha256").hexdigest()
-    return ""
 
 
 def make(folder: Path, root: Path, model: ModelConfig) -> None:
     """Write the set, which appears once it is whole, and say what there is."""
-    made_from = _looked_at(root, {})
+    made_from = _checksums(root)
     counts = Counter[str]()
     reasons = Counter[str]()
     rejected = []
-    found = chain.from_iterable(part() for part in captioned.split_into_parts(root, [*made_from], "text", 1000))
+    found = captioned.find_pictures(root, [*made_from], "text")
     with files.whole(folder, is_new=True) as place:
         with ExitStack() as stack:
             new = {

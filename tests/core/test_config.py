@@ -193,9 +193,9 @@ def test_a_file_is_toml_and_its_name_is_that_of_the_run(tmp_path, monkeypatch):
     ):
         path.write_bytes(content)
         assert str(path) in conftest.refusal(config_file.load, path)
-    assert f"config {tmp_path} is no file" in conftest.refusal(config_file.load, tmp_path)
+    assert f"{tmp_path} is no file" in conftest.refusal(config_file.load, tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert f"config {tmp_path}/no.toml is no file" in conftest.refusal(config_file.load, "no.toml")
+    assert f"{tmp_path}/no.toml is no file" in conftest.refusal(config_file.load, "no.toml")
     path.write_bytes("train.seed = 4".encode("utf-8-sig"))  # as editors of Windows write
     assert config_file.load(path).train.seed == 4
     assert config.run_dir(config_file.load(MICRO)) == Path("runs/micro")

@@ -5,7 +5,7 @@ import pytest
 import rank_runs
 import torch
 from lively_nets import lively_net, plain_net
-from shard_damage import opened
+from shard_damage import every_sample
 
 from flux_ref import dataset, flow, rng, schedule
 from flux_ref.cli import Fault
@@ -22,7 +22,7 @@ def plain(shapes_dir):
     cfg = rank_runs.clipped_config(shapes_dir)
     net = plain_net(cfg)
     losses = [[] for _ in range(schedule.TIMESTEPS)]
-    for i, (meta, rows) in enumerate(opened(cfg.data.val, dataset.sample_layout(cfg.model))):
+    for i, (meta, rows) in enumerate(every_sample(cfg.data.val, dataset.sample_layout(cfg.model))):
         sample = {name: dataset.from_bf16_bits(bits) for name, bits in rows.items()} | {
             "t": np.float32(meta.timestep / 8)
         }

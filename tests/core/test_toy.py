@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import MICRO
 from run_files import contents
-from shard_damage import opened
+from shard_damage import every_sample, opened
 
 from flux_ref import config_file, dataset, toy
 from flux_ref.config import ModelConfig
@@ -39,7 +39,7 @@ def test_held_out_has_each_colour_and_shape_once_and_training_has_the_rest():
 
 
 def test_the_set_has_keys_timesteps_and_captions_and_training_never_shows_what_validation_asks_for(shapes_dir):
-    train, val = ([meta for meta, _ in opened(shapes_dir / split)] for split in ("train", "val"))
+    train, val = ([meta for meta, _ in every_sample(shapes_dir / split)] for split in ("train", "val"))
     assert [(meta.key, meta.timestep) for meta in train] == [(f"train_{i:08d}", None) for i in range(50)]
     assert [(meta.key, meta.timestep) for meta in val] == [(f"val_{i:08d}", i % 8) for i in range(45)]
     held_out = {drawing.caption for drawing in toy.held_out()}

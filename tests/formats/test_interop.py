@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from shard_damage import opened, samples, write
+from shard_damage import every_sample, samples, write
 
 from flux_ref.dataset import MEMBERS
 
@@ -68,7 +68,7 @@ def test_energons_loader_gives_the_tensors_that_our_reader_gives(root, split):
     options = {"shuffle_buffer_size": None, "max_samples_per_sequence": None} if split == "train" else {}
     own = energon.WorkerConfig(rank=0, world_size=1, num_workers=0)
     dataset = get(root, worker_config=own, batch_size=1, task_encoder=Task(), **options)
-    ours = {meta.key: arrays for meta, arrays in opened(root / split)}
+    ours = {meta.key: arrays for meta, arrays in every_sample(root / split)}
     found = {}
     for _, batch in zip(range(COUNTS[split]), energon.get_loader(dataset)):
         found[batch.__key__[0].rpartition("/")[2]] = batch

@@ -3,9 +3,8 @@
 import torch
 from diffusers import FluxTransformer2DModel
 
-from flux_ref import weights
 from flux_ref.flow import image_positions
-from tools.export import diffusers_config
+from tools.export import diffusers_config, parts_to_diffusers
 
 INPUTS = ("img", "txt", "clip", "t")
 
@@ -14,7 +13,7 @@ def to_diffusers(tensors, model):
     """Weights or gradients under diffusers' names; that both nets compute the same proves the map."""
     return {
         name: torch.cat([tensors[part.name][part.first :][: part.rows] for part in parts])
-        for name, parts in weights.parts_to_diffusers(model).items()
+        for name, parts in parts_to_diffusers(model).items()
     }
 
 

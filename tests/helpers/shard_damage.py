@@ -2,6 +2,7 @@
 
 import tarfile
 from math import prod
+from pathlib import Path
 
 import numpy as np
 from conftest import MICRO
@@ -41,9 +42,14 @@ def blob_bytes(member):
 
 
 def opened(folder, layout=LAYOUT):
-    stored = ShardSet(folder, layout)
+    stored = ShardSet(dataset.paths_of(Path(folder)), layout)
     stored.open()
     return stored
+
+
+def every_sample(folder, layout=LAYOUT):
+    stored = opened(folder, layout)
+    return [stored.sample(index) for index in range(len(stored))]
 
 
 def position(member, sample=1):
@@ -60,19 +66,17 @@ def overwrite(path, offset, content):
         file.write(content)
 
 
-def overwrite_header(path, member, **values):
-    """Change attributes of the tarfile.TarInfo of a member of sample 1, such as size; the checksum stays sound."""
+def rename(path, member, name):
+    """Change the name of a member of sample 1; the checksum of its tar header stays sound."""
     begin = position(member)
     entry = tarfile.TarInfo.frombuf(path.read_bytes()[begin : begin + BLOCK], "utf-8", "strict")
-    for name, value in values.items():
-        setattr(entry, name, value)
+    entry.name = name
     overwrite(path, begin, entry.tobuf(tarfile.USTAR_FORMAT))
 
 
 def overwrite_json(path, text):
-    """Replace the json of sample 1, with the size in its tar header."""
+    """Replace the json of sample 1."""
     encoded = text.encode("utf-8", "surrogateescape")
-    overwrite_header(path, "json", size=len(encoded))
     overwrite(path, position("json") + BLOCK, encoded.ljust(BLOCK, b"\0"))
 
 

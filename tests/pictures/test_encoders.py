@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from flux_ref import config_file, dataset, flow, rng
 from flux_ref.cli import Refusal
 from flux_ref.pictures import artist
-from flux_ref.pictures.encoders import Encoders, load_autoencoder
+from flux_ref.pictures.encoders import load_autoencoder
 from tools import export
+from tools.prepare.images import Encoders
 
 MODEL = config_file.load(MICRO).model
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 from conftest import MICRO, called, refusal
 from PIL import Image
 from run_files import contents
-from shard_damage import opened
+from shard_damage import every_sample
 
 from flux_ref import config_file, dataset, toy
 from flux_ref.pictures import toy_from_pictures
@@ -41,7 +41,14 @@ def pictures(tmp_path_factory):
         caption = " above ".join(f"a {colour} {thing}" for colour, thing in pair)
         rows.append(json.dumps({"file_name": f"{number:03}.png", "text": caption}))
     whole = next(folder.glob("*.png")).read_bytes()
-    bad = {"cut.png": whole[:100], "empty.png": b"", "text.png": b"text", "plain.bmp": b"BM", "alone.png": whole}
+    bad = {
+        "cut.png": whole[:100],
+        "empty.png": b"",
+        "text.png": b"text",
+        "plain.bmp": b"BM",
+        "some.tar": b"",
+        "alone.png": whole,
+    }
     for name, content in bad.items():
         (folder / name).write_bytes(content)
     os.mkfifo(folder / "pipe.tar")
@@ -54,13 +61,14 @@ def pictures(tmp_path_factory):
 def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
     cfg = config_file.load(MICRO, overrides(pictures, tmp_path / "set"))
     toy_from_pictures.ensure(cfg)
-    train, val = ([*opened(tmp_path / "set" / split, dataset.sample_layout(MODEL))] for split in ("train", "val"))
+    train, val = (every_sample(tmp_path / "set" / split, dataset.sample_layout(MODEL)) for split in ("train", "val"))
     rejected = dict(row.split("\t") for row in (tmp_path / "set" / "rejected.tsv").read_text().splitlines()[1:])
     assert rejected == {
         "cut.png": "damaged picture",
         "empty.png": "not a picture",
         "text.png": "not a picture",
         "plain.bmp": "unsupported type",
+        "some.tar": "unsupported type",
         "alone.png": "not in metadata.jsonl",
         "pipe.tar": "not in metadata.jsonl",
         "gone.jpg": "not in metadata.jsonl",
@@ -76,7 +84,7 @@ def test_each_picture_is_a_sample_or_a_row(pictures, tmp_path, capsys):
         wanted = toy.encode_caption(meta.caption, MODEL, own=True) | {"mean": toy.encode(picture)}
         assert all((members[name] == dataset.to_bf16_bits(values)).all() for name, values in wanted.items())
     shown = capsys.readouterr().out
-    assert f"{len(train)} pictures to train on and {len(val)} held out; 7 rejected" in shown
+    assert f"{len(train)} pictures to train on and {len(val)} held out; 8 rejected" in shown
 
 
 def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path, capsys):
@@ -94,8 +102,7 @@ def test_a_set_is_made_once_and_other_pictures_are_refused(pictures, tmp_path, c
     words = f"the folder {tmp_path / 'set'} was not made from what {own} holds now: files that are new, gone or"
     for change, told in (
         (lambda: os.utime(first, ns=(moment, moment + 1)), ""),
-        (lambda: first.write_bytes(other), f"1, such as {first.name}"),
-        (lambda: (first.write_bytes(content + b"x"), os.utime(first, ns=(moment, moment))), f"1, such as {first.name}"),
+        (lambda: (first.write_bytes(other), os.utime(first, ns=(moment, moment))), f"1, such as {first.name}"),
         (lambda: first.rename(own / "0.txt"), "2, such as 0.txt"),
         (lambda: ((own / "0.txt").unlink(), first.write_bytes(content)), ""),
         (lambda: own.rename(tmp_path / "away"), ""),
@@ -127,7 +134,7 @@ def test_one_command_trains_and_draws_a_folder(pictures, tmp_path, capsys):
     options = [*overrides(pictures, tmp_path / "set"), f"--run.dir={run}", "--pictures.count=20", "--pictures.steps=2"]
     assert called("train.py", str(MICRO), *options) == 0
     assert (run / "samples" / "000000060.png").is_file()
-    assert "  16 pictures, as no more captions differ: " in capsys.readouterr().out
+    assert "  16 pictures: " in capsys.readouterr().out
     assert called("eval.py", str(run), "--draw-only", "--prompt", "A teal ring, above a purple bar") == 0
     shutil.rmtree(tmp_path / "set")  # prompts need no data set
     assert called("eval.py", str(run), "--draw-only", "--prompt", "a purple bar") == 0

@@ -8,14 +8,14 @@ import torch
 from conftest import MICRO, script, the_line
 from peer_net import relative_error
 from run_files import contents
-from shard_damage import LAYOUT, opened
+from shard_damage import LAYOUT, every_sample
 from test_pictures import drawn, pixels, put, saved, write_tar
 
 from flux_ref import config_file, dataset
 from flux_ref.pictures.captioned import Picture
-from flux_ref.pictures.encoders import Encoders
 from tools.prepare import __main__ as prepare
 from tools.prepare import images
+from tools.prepare.images import Encoders
 
 HEIGHT, WIDTH = 32, 48  # the micro model's
 TOKENS = config_file.load(MICRO).model.text_tokens
@@ -41,7 +41,7 @@ def stored(folder):
     """What a set of shards holds."""
     return [
         (meta, {name: torch.from_numpy(dataset.from_bf16_bits(bits)) for name, bits in rows.items()})
-        for meta, rows in opened(folder)
+        for meta, rows in every_sample(folder)
     ]
 
 

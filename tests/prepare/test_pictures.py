@@ -17,6 +17,7 @@ from torchvision.transforms import InterpolationMode, v2
 from flux_ref import cli
 from flux_ref.pictures import captioned as pictures
 from flux_ref.pictures.captioned import SRGB, Rejected
+from tools.prepare.tars import split_into_parts
 
 # Pictures
 
@@ -47,8 +48,8 @@ def distance(ours, shown):
 def stored():
     """What, the bytes of a file, the picture that it shows at 256 x 256, the largest difference of a value."""
     theirs = v2.Compose([v2.Resize(256, InterpolationMode.BICUBIC, antialias=True), v2.CenterCrop(256)])
-    for size in ((640, 480), (333, 1000)):
-        yield f"size {size}", saved(drawn(*size)), theirs(drawn(*size)), 0
+    for size in ((640, 480), (333, 1000)):  # torchvision cuts whole pixels after the resize
+        yield f"size {size}", saved(drawn(*size)), theirs(drawn(*size)), 4
     square = drawn(256, 256)
     jpeg = {"kind": "JPEG", "quality": 100, "subsampling": 0}
     grey = square.convert("L")
@@ -182,11 +183,7 @@ def put(folder, contents):
 
 def outcome(folder, column="text"):
     """Name and caption, or why it is rejected, of each picture."""
-    found = [
-        picture
-        for part in pictures.split_into_parts(folder, pictures.list_files(folder), column, 3)
-        for picture in part()
-    ]
+    found = [picture for part in split_into_parts(folder, pictures.list_files(folder), column, 3) for picture in part()]
     return [(picture.name, caption_of(picture)) for picture in found]
 
 

@@ -189,7 +189,7 @@ def test_what_means_nothing_is_refused_in_one_line_before_any_evaluation(run, ev
         assert words in line, (options, line)
     (tmp_path / "notes.txt").write_text("not weights")  # named before data that is not there
     line = evaluate(tmp_path / "notes.txt", "--data.val=nowhere/val", code=2)
-    assert f"weights {tmp_path}/notes.txt cannot be read as safetensors" in line
+    assert f"{tmp_path}/notes.txt cannot be read as safetensors" in line
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_read_is_replaced_by_the_newest(run, evaluate, monkeypatch, tmp_path):

@@ -62,6 +62,8 @@ def put(cfg, state, loss=0.5):
         put_checkpoints(own, place)
     if state in ("finished", "unsaved"):
         (place / "outcome.json").write_text(json.dumps({"samples": 48, "val_loss": loss}))
+    if state == "of a cut outcome":
+        (place / "outcome.json").write_text('{"samples": 48')
     if state == "damaged":
         flip(place / NEWEST, 30)
     if state == "of older code":
@@ -94,6 +96,7 @@ LIFE = {  # by state: what the same command does, and with run.start_fresh=true
     "unsaved": ("holds a finished run; raise", ASIDE),
     "of another seed": ("another config or data: train.seed=0, there 1", ASIDE),
     "damaged": ("is missing or damaged", ASIDE),
+    "of a cut outcome": ("outcome.json is damaged: ", ASIDE),
     "without its config": ("from step_000000004", ASIDE),
     "of older code": ("has format None, not 3; continue its run with the code", ASIDE),
     "in use": ("in use by another job", "in use by another job"),

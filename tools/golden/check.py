@@ -21,9 +21,9 @@ import numpy as np
 
 from flux_ref import cli
 from flux_ref.cli import Options, Refusal
-from flux_ref.files import read_json
 from tools.golden import files
 from tools.golden.files import FOLDER, INDEX, MISTAKES, Golden, Value, Values, read_tensors
+from tools.json_option import read_json
 
 NAMES_SHOWN = 20  # of a longer list
 INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
@@ -169,7 +169,7 @@ def causes(found: Difference) -> tuple[list[str], list[str]]:
     hints = files.place(found.value.name).hints
     if found.cause and not found.rms > 0:  # there are no numbers to look at
         return [], [found.cause]
-    known = read_json(FOLDER / MISTAKES, "table of mistakes").get(found.value.name, {}) if found.rms else {}
+    known = read_json(FOLDER / MISTAKES).get(found.value.name, {}) if found.rms else {}
     nearest = sorted((abs(rms / found.rms - 1), cause) for cause, rms in known.items())
     alike = [cause for off, cause in nearest if off < ALIKE]
     if found.cause:

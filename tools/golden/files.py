@@ -13,7 +13,7 @@ import numpy as np
 import safetensors
 
 from flux_ref.cli import Refusal, one_line, printable
-from flux_ref.files import read_json
+from tools.json_option import read_json
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 VALUES = "golden.safetensors"
@@ -66,7 +66,7 @@ class Golden:
     def __init__(self, folder: Path):
         """Raises: Refusal if a file is missing, or is not as it was written."""
         self.arrays: Values = read_tensors(folder / VALUES)
-        index = read_json(folder / INDEX, "index of golden values")
+        index = read_json(folder / INDEX)
         if index["sha256"] != checksum(folder / VALUES):
             raise Refusal(f"{folder / VALUES} is not the file that {INDEX} was written with; restore both")
         self.parameters: list[str] = index["parameters"]

@@ -16,12 +16,12 @@ import sys
 import textwrap
 from pathlib import Path
 
-from flux_ref import cli, config_file, dataset, files
-from flux_ref.cli import Options, Refusal, between
+from flux_ref import cli, config_file, dataset
+from flux_ref.cli import Options, Refusal
 from flux_ref.config import EvalConfig
 from flux_ref.mlperf_closed import TRAIN_SAMPLES
 from tools import flops_and_bytes
-from tools.json_option import table
+from tools.json_option import between, read_json, table
 from tools.plan import plan, step_time
 from tools.plan.memory import checkpoint_bytes
 from tools.plan.plan import GB, Plan
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         f"{one.layout.replicas} x {one.layout.shards} shards",
         *memory(one),
         *(time(one, args.price_per_gpu_hour) if fits else ["no times: this config does not fit the card"]),
-        *(beside(one, files.read_json(args.step, "report")) if args.step else []),
+        *(beside(one, read_json(args.step)) if args.step else []),
         f"data {disk / 1e12:.2f} TB; checkpoint {checkpoint / GB:.0f} GB",
         *(f"WARNING {warning}" for warning in plan.warnings(one)),
         *(layouts(plan.fastest(cfg, machine)) if args.layouts or not fits else []),

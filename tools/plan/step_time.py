@@ -12,10 +12,10 @@ from math import ceil, log2
 from pathlib import Path
 from typing import get_type_hints
 
-from flux_ref import files
 from flux_ref.cli import Refusal
 from flux_ref.config import Config
 from tools.flops_and_bytes import FsdpLayout
+from tools.json_option import read_json
 from tools.plan.memory import checkpoint_bytes
 from tools.plan.region_costs import Footprints, Pass
 
@@ -71,7 +71,7 @@ def load(name: str, precision: str = "bf16") -> tuple[Gpu, Assumed]:
 
 def measured(path: Path, gpus: int) -> tuple[Gpu, Assumed]:
     """The card of a file by `tools.preflight --json`, and what is still assumed. gpus: of the plan. Raises: Refusal."""
-    rates = files.read_json(path, "measured rates")
+    rates = read_json(path)
     try:
         gpu = Gpu(*map(rates.__getitem__, get_type_hints(Gpu)))
     except KeyError as error:

@@ -15,32 +15,69 @@ All this grows in OUTPUT.partial. A stopped command goes on with the parts that 
 import hashlib
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from flux_ref import dataset, files, ranks
-from flux_ref.cli import Refusal, between, one_line, progress
+from flux_ref.cli import Refusal, one_line, progress
 from flux_ref.config import ModelConfig, ParallelConfig
 from flux_ref.dataset import Meta, SampleLayout, ShardSet, key_of, shard_path
 from flux_ref.pictures import captioned
-from flux_ref.pictures.captioned import Part, Rejected
-from flux_ref.pictures.encoders import Encoders
+from flux_ref.pictures.captioned import Rejected
+from flux_ref.pictures.encoders import load_autoencoder, text_encoders
 from flux_ref.precision.recipe import DTYPES
 from flux_ref.ranks import agreed
 from flux_ref.schedule import TIMESTEPS
+from tools.json_option import between
 from tools.prepare import common
+from tools.prepare.tars import Part, split_into_parts
 
 THREADS = 8  # of a rank, that decode pictures
 PER_PART = 1000  # files of a folder that become one shard
+
+
+# B batch  H, W pixel rows and columns  C, Y, X latent  T text tokens (256)  E T5 features (4096)  V CLIP features (768)
+
+
+class Encoders:
+    """From pixels and captions to the four members of samples, as bf16 bits."""
+
+    def __init__(self, home: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype):
+        """home: as FLUX.1-schnell's repository. device: of the nets. dtype: of the text encoders.
+
+        Raises: Refusal for files that do not fit the model.
+        """
+        self.device = device
+        self.autoencoder: Any = load_autoencoder(home, device)
+        self.t5, self.clip = text_encoders(home, model, device, dtype)
+
+    @torch.no_grad()
+    def encode_text(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
+        """{"t5": (B, T, E), "clip": (B, V)}. sync: the host waits for the device."""
+        return {"t5": _bits(self.t5(captions)), "clip": _bits(self.clip(captions))}
+
+    @torch.no_grad()
+    def encode(self, pixels_B3HW: Tensor, captions: Sequence[str]) -> dict[str, np.ndarray]:
+        """encode_text and {"mean", "logvar": (B, C, Y, X)} at the autoencoder's own scale; pixels are uint8."""
+        pixels_B3HW = pixels_B3HW.to(self.device).float() / 127.5 - 1
+        moments = self.autoencoder.encode(pixels_B3HW).latent_dist.parameters
+        mean, logvar = np.split(_bits(moments), 2, axis=1)
+        return self.encode_text(captions) | {"mean": mean, "logvar": logvar}
+
+
+def _bits(values: Tensor) -> np.ndarray:
+    """Rounded to bf16, as its bits in uint16."""
+    return values.bfloat16().view(torch.uint16).cpu().numpy()
 
 
 @dataclass(frozen=True)
@@ -138,8 +175,10 @@ def _finish(folder: Path, layout: SampleLayout) -> str:
     files.remove(root / "val")
     if len(val):
         val.open()
-        timed = ((Meta(key_of("val", i), i % TIMESTEPS, meta.caption), arrays) for i, (meta, arrays) in enumerate(val))
-        dataset.write(shard_path(root / "val", 0), timed)
+        with dataset.new_shard(shard_path(root / "val", 0)) as file:
+            for i in range(len(val)):
+                meta, arrays = val.sample(i)
+                dataset.add(file, Meta(key_of("val", i), i % TIMESTEPS, meta.caption), arrays)
     rejected = len(rows.splitlines())
     said = f"{len(train):,} training and {len(val):,} validation samples; {rejected:,} rejected, see rejected.tsv"
     if 0 < len(val) < TIMESTEPS:
@@ -149,7 +188,7 @@ def _finish(folder: Path, layout: SampleLayout) -> str:
 
 def _stored(folder: Path, split: str, layout: SampleLayout) -> ShardSet:
     place = _made(folder, split)
-    return ShardSet(place if any(place.iterdir()) else "", layout)
+    return ShardSet(dataset.paths_of(place) if any(place.iterdir()) else [], layout)
 
 
 def _made_from(args: Namespace, model: ModelConfig, listed: list[str]) -> dict:
@@ -208,7 +247,7 @@ def run(args: Namespace) -> int:
         listed = ranks.gather_objects(listed)[0]
         folder = common.partial_of(args.output)
         with agreed():
-            parts = captioned.split_into_parts(args.input, listed, args.caption_column, PER_PART)
+            parts = split_into_parts(args.input, listed, args.caption_column, PER_PART)
             _require_enough(args, parts)
             if world.rank == 0:  # for all
                 stack.enter_context(common.growing(args.output, _made_from(args, model, listed)))

@@ -18,7 +18,7 @@ import numpy as np
 
 from flux_ref import dataset
 from flux_ref.cli import Refusal, printable, progress
-from flux_ref.dataset import MEMBERS, BadSample, Meta, SampleLayout, Shard
+from flux_ref.dataset import MEMBERS, BadSample, Meta, SampleLayout, ShardSet
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import common
 
@@ -52,10 +52,10 @@ def look(path: Path, advance: common.Advance, fast: bool, layout: SampleLayout) 
     report = Report()
     rows = layout.arrays()
     try:
-        shard = Shard(path, layout)
+        shard = ShardSet([path], layout)
         shard.open()
-        report.samples = shard.count
-        positions = sorted({0, shard.count - 1}) if fast else range(shard.count)
+        report.samples = len(shard)
+        positions = sorted({0, len(shard) - 1}) if fast else range(len(shard))
         for position in positions:
             where = f"{path}, sample {position}"
             try:

@@ -67,7 +67,7 @@ def find(arguments: list[Path]) -> list[tuple[str, list[Path]]]:
         if not found:
             raise Refusal(f"{argument} holds no result_*.txt; give result files or their folders")
         for path in found:
-            content = read_bytes(path, "log")
+            content = read_bytes(path)
             if LONG.search(content):
                 raise Refusal(f"log {path} has an entry of more than 10,000 bytes; mend it")
             files.setdefault(content, path.resolve())
@@ -100,7 +100,7 @@ def _system(path: Path) -> tuple:
     """Equal for the files of one system."""
     if not (path.parent / "config.toml").is_file():
         return (path.parent,)
-    lines = read_text(path.parent / "config.toml", "config").split("\n")
+    lines = read_text(path.parent / "config.toml").split("\n")
     return path.parent.parent, *(line for line in lines if not line.startswith(("run.", "train.seed")))
 
 
