@@ -179,7 +179,6 @@ class Saver:
         self.bytes = sum(row.shape.numel() * row.local.itemsize for row in rows.values())  # of one checkpoint
         self.thread: threading.Thread | None = None
         self.step = step_of(saved) if saved else None  # of the newest save
-        self.whole = self.step  # step of the newest checkpoint that is whole
         self.failure: str | None = None  # why the newest save failed
         self._require_place()
         with ranks.agreed():
@@ -234,11 +233,7 @@ class Saver:
         """Wait for the newest save. Raises: Fault, on every rank, if it failed. reason: as of train.save_and_wait."""
         self.wait()
         if self.failure is not None:
-            raise Fault(f"{reason}checkpoint of step {self.step} is not saved: {self.failure}; {self._loss()} is lost")
-
-    def _loss(self) -> str:
-        """What no checkpoint holds."""
-        return "all training" if self.whole is None else f"what came after step {self.whole}"
+            raise Fault(f"{reason}checkpoint of step {self.step} is not saved: {self.failure}")
 
     def _save(self, info: dict, wait_for_copy: Callable[[], None]) -> None:
         """In a thread of its own, on every rank."""
@@ -248,12 +243,11 @@ class Saver:
         self.failure = None
         try:
             self._write(final, partial, info, wait_for_copy)
-            self.whole = info["step"]
         except Exception as error:  # on every rank: disks fill up
             self.failure = one_line(error)
         if self.world.rank == 0 and self.failure:
             shutil.rmtree(partial, ignore_errors=True)
-            self.say(f"checkpoint {final} NOT saved: {self.failure}; if training stops now, {self._loss()} is lost")
+            self.say(f"checkpoint {final} NOT saved: {self.failure}; a stop now loses what came after the one before")
         elif self.world.rank == 0:
             prune(self.run, self.cfg.checkpoint.keep)
             self.say(f"checkpoint {final} saved in {time.perf_counter() - begin:.1f} s")

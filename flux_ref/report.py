@@ -12,9 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from tqdm import tqdm
 
 from flux_ref import config, graphs, loss_chart, ranks, run_folder, schedule
@@ -185,10 +183,6 @@ class Reporter:
         )
         self._chart()
         self.since_s = time.perf_counter()  # the step before an evaluation is always logged
-
-    def picture(self, path: Path, samples: int) -> None:
-        """A sheet of pictures was drawn."""
-        self._show(lambda board: board.add_image("pictures", np.asarray(Image.open(path)), samples, dataformats="HWC"))
 
     def _record(self, name: str, record: dict, shown: dict[str, float]) -> None:
         """Append a record to a file, and show figures in TensorBoard. Raises: OSError, which ends the run."""

@@ -8,12 +8,11 @@ rank's collectives.
 """
 
 import contextlib
+import faulthandler
 import os
 import signal
-import sys
 import threading
 import time
-import traceback
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -37,7 +36,6 @@ SIGNALS = (
     signal.SIGINT,
 )
 NOTICE = "Ctrl-C: the run ends after one more step; a second Ctrl-C ends it at once"
-PACKAGE = os.path.dirname(os.path.abspath(__file__))
 TICK_S = 1.0
 RECORD_S = 10.0  # most for a record of a hang
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it
@@ -111,6 +109,7 @@ class Watchdog:
             if self.limit_s and idle_s > self.limit_s:
                 if self.folder:
                     self._record_collectives(self.folder)
+                faulthandler.dump_traceback(2)  # into standard error
                 self._end(self.stuck())
 
     def _progress(self) -> int:
@@ -127,11 +126,8 @@ class Watchdog:
 
     def stuck(self) -> str:
         """Where this rank stands, in words."""
-        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
-        own = [frame for frame in stack if frame.filename.startswith(PACKAGE)]
-        frame = (own or stack)[-1]
         return (
-            f"no progress for {self.limit_s:g} s since {self.place}, now at {frame.filename}:{frame.lineno};"
+            f"no progress for {self.limit_s:g} s since {self.place};"
             " this rank, another one, the network or a device hangs."
             " If torch still compiles, set a greater run.watchdog_s"
         )

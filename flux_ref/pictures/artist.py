@@ -184,7 +184,6 @@ class Gallery(Artist):
         pictures = self.save(painted, path)
         if self.newest < 0:
             self.save(self.originals, path.with_stem("originals"))
-        self.report.picture(path, samples)
         strip(path.parent, pictures[0].shape[1])
         self.report.say(f"samples {samples:>10,}  {len(pictures)} pictures: {path}")
 

@@ -86,13 +86,11 @@ def test_a_rank_that_waits_for_files_of_another_rank_does_not_hang(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_stuck_rank_names_its_line_and_the_key_that_gives_a_compiler_more_time():
+def test_a_stuck_rank_names_its_place_and_the_key_that_gives_a_compiler_more_time():
     with Watchdog("train.py", 7.0) as timer:
         timer.mark("the end of step 9")
         said = timer.stuck()
-    assert re.match(
-        r"no progress for 7 s since the end of step 9, now at /\S+/flux_ref/watchdog.py:\d+; this rank, ", said
-    )
+    assert said.startswith("no progress for 7 s since the end of step 9; this rank, ")
     assert "set a greater run.watchdog_s" in said
 
 
@@ -175,6 +173,7 @@ def test_when_a_rank_freezes_the_other_one_says_where_it_waits_and_ends(shapes_d
         send(job.ranks()[1], signal.SIGSTOP)
         assert job.until(lambda: "no progress" in job.said and len(job.ranks()) == 1, timeout=60)
     (line,) = re.findall(r"train\.py: rank 0 on \S+: (no progress [^\r\n]*)", job.said)
-    assert re.match(r"no progress for 8 s since .*, now at \S+\.py:\d+; this rank, another one, the network", line)
+    assert re.match(r"no progress for 8 s since .*; this rank, another one, the network", line)
+    assert re.search(r'File "\S+/flux_ref/\S+\.py", line \d+ in ', job.said), "the stack"
     entries = json.loads((tmp_path / "run" / "hang_rank_0.json").read_text())["entries"]
     assert entries[-1]["profiling_name"].startswith("gloo:") and entries[-1]["state"] == "scheduled"
