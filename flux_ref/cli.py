@@ -75,8 +75,13 @@ class Options(argparse.ArgumentParser):
     """A parser whose help is a module's docstring. What is wrong is refused in one line."""
 
     def __init__(self, prog: str, description: str, **others):
-        raw = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog, description=description, formatter_class=raw, allow_abbrev=False, **others)
+        super().__init__(
+            prog,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **others,
+        )
         self.register("type", Path, lambda text: Path(text).expanduser())  # shells leave --out=~/x as it is
 
     def error(self, message: str) -> NoReturn:

@@ -134,8 +134,7 @@ def _checkpoint(cfg: Config, folder: Path, sizes: dict[str, int]) -> Path | None
     saved = next(reversed(checkpoint.list_checkpoints(folder)), None)
     if saved:
         info = Checkpoint(saved).info
-        there = config_file.from_flat(info["name"], info["config"])
-        ran = config.flat(there) | info
+        ran = config.flat(config_file.from_flat(info["name"], info["config"])) | info
         given = config.flat(cfg) | sizes
         differ = [
             f"{key}={value!r}, there {ran[key]!r}"

@@ -217,11 +217,6 @@ def partitioning(cfg: Config) -> dict[str, float]:
     return {"activation_memory_budget": cfg.compute.activation_memory_budget, "is_non_builtin_to_include": True}
 
 
-def forbid_recompilation() -> None:
-    """From now on, a shape, dtype or mode that would trigger a compilation raises an error."""
-    torch.compiler.set_stance("fail_on_recompile")
-
-
 def _set(config: Any, name: str, value: float) -> None:
     """Change a setting of the compiler in all threads. config: a config module of torch.
 

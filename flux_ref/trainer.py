@@ -192,7 +192,7 @@ class Trainer(Validator):
                     )
         self.reset()
         if self.cfg.compute.compile and self.cfg.train.synthetic_steps:
-            sharding.forbid_recompilation()
+            torch.compiler.set_stance("fail_on_recompile")  # another shape, dtype or mode is an error from now on
 
     def reset(self) -> None:
         """Moments, step counts, the history of scales and the health are as before the first step, in place."""

@@ -93,8 +93,7 @@ def pixels(content: bytes, height: int, width: int) -> Tensor:
             if min(image.size) < MIN_SIDE:
                 raise Rejected("too small")
             image.load()
-            fitting = ImageOps.fit(srgb(image), (width, height), Image.Resampling.BICUBIC)
-            return transforms.pil_to_tensor(fitting)
+            return transforms.pil_to_tensor(ImageOps.fit(srgb(image), (width, height), Image.Resampling.BICUBIC))
     except Rejected:
         raise
     except Image.DecompressionBombError:

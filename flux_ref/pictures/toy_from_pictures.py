@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -64,24 +64,22 @@ def make(folder: Path, root: Path, model: ModelConfig) -> None:
     reasons = Counter[str]()
     rejected = []
     found = captioned.find_pictures(root, [*made_from], "text")
-    with files.whole(folder, is_new=True) as place:
-        with ExitStack() as stack:
-            new = {
-                split: stack.enter_context(dataset.new_shard(dataset.shard_path(place / split, 0)))
-                for split in ("train", "val")
-            }
-            for picture in progress(found, desc=f"encoding {root}", unit=" pictures", leave=False):
-                try:
-                    pixels, caption = picture.load(8 * model.latent_height, 8 * model.latent_width)
-                except Rejected as error:
-                    rejected.append(f"{one_line(picture.name)}\t{error}\n")
-                    reasons[str(error)] += 1
-                    continue
-                values = pixels.numpy() / np.float32(127.5) - 1
-                number = counts.total()
-                split = "val" if is_held_out(number) else "train"
-                dataset.add(new[split], *toy.make_sample(split, counts[split], values, caption, model, own=True))
-                counts[split] += 1
+    with (
+        files.whole(folder, is_new=True) as place,
+        dataset.new_shard(dataset.shard_path(place / "train", 0)) as train,
+        dataset.new_shard(dataset.shard_path(place / "val", 0)) as val,
+    ):
+        for picture in progress(found, desc=f"encoding {root}", unit=" pictures", leave=False):
+            try:
+                pixels, caption = picture.load(8 * model.latent_height, 8 * model.latent_width)
+            except Rejected as error:
+                rejected.append(f"{one_line(picture.name)}\t{error}\n")
+                reasons[str(error)] += 1
+                continue
+            values = pixels.numpy() / np.float32(127.5) - 1
+            split, shard = ("val", val) if is_held_out(counts.total()) else ("train", train)
+            dataset.add(shard, *toy.make_sample(split, counts[split], values, caption, model, own=True))
+            counts[split] += 1
         if counts["val"] < TIMESTEPS:
             why = "".join(f", {count} for: {reason}" for reason, count in reasons.most_common(3))
             raise Refusal(
