@@ -35,9 +35,10 @@ part() { # NAME ROWS OPTION...: a step with FSDP2 on one rank, of some blocks of
     --train.global_batch="$2" --train.micro_batch="$2" --compute.cuda_graphs=off --compute.compile=true "${@:3}"
 }
 
-"$python" -c "import diffusers" 2>/dev/null || echo "race_*: left out, as the package diffusers is not here"
+diffusers=$("$python" -c "import importlib.util as u; print(u.find_spec('diffusers') or '')")
+[ "$diffusers" ] || echo "race_*: left out, as the package diffusers is not here"
 peer() { # NAME OPTION...
-  "$python" -c "import diffusers" 2>/dev/null || return
+  [ "$diffusers" ] || return
   bench "$1" race "${config[@]}" --model.double_blocks=1 --model.single_blocks=1 "${times[@]}" \
     --train.global_batch="$rows" --train.micro_batch="$rows" --compute.activation_memory_budget=1.0 "${@:2}"
 }

@@ -644,13 +644,16 @@ def planted(module: ModuleType, right: str, wrong: str) -> Iterator[None]:
 
 
 def first_of(parts: tuple[record.Part, ...], module: ModuleType, right: str, wrong: str) -> check.Difference | None:
-    """How the first value differs that shows a mistake; None if none does."""
+    """How the first value differs that shows a mistake; None if none does. Parts after it are not computed."""
+    values: dict[str, np.ndarray] = {}
     with planted(module, right, wrong):
-        edited = [vars(sys.modules[part.__module__])[part.__name__] for part in parts]  # two mistakes stand in the kit
-        values = record.arrays(*edited)
-    common = [value for value in KEPT.values if value.name in values]
-    found = (check.compare(value, KEPT.arrays[value.name], values[value.name]) for value in common)
-    return next(filter(None, found), None) or check.own_losses(KEPT, values)
+        for part in parts:
+            values |= record.arrays(vars(sys.modules[part.__module__])[part.__name__])  # two mistakes are in the kit
+            common = [value for value in KEPT.values if value.name in values]
+            found = (check.compare(value, KEPT.arrays[value.name], values[value.name]) for value in common)
+            if first := next(filter(None, found), None):
+                return first
+    return check.own_losses(KEPT, values)
 
 
 def rank(cause: str, found: check.Difference) -> int:

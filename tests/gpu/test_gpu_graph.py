@@ -62,7 +62,8 @@ def test_kernels_without_a_deterministic_mode_are_captured_too(shapes_dir, world
     """cuDNN's attention, which real runs have on Hopper, takes heads of this size."""
     torch.use_deterministic_algorithms(False)
     sizes = {"model__hidden": 192, "model__heads": 3, "model__rope_axes": (16, 24, 24)}
-    found, want = both(world, shapes_dir, **sizes)
+    dtype = "bf16" if torch.accelerator.is_available() else "fp32"  # in bf16 a CPU may be slow
+    found, want = both(world, shapes_dir, **sizes, compute__dtype=dtype)
     assert found["captured"] and found["flags"] == want["flags"]
     for key in ("results", "validations"):
         assert torch.allclose(torch.tensor(found[key]), torch.tensor(want[key]), rtol=2e-2), key
@@ -86,7 +87,7 @@ def test_replays_never_wait_for_the_device_and_use_no_more_memory_which_comes_ba
     assert reserved < before[1]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        replay(50)
+        replay(10)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.accelerator.synchronize()
