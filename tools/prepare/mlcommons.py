@@ -136,21 +136,19 @@ def run(args: argparse.Namespace) -> int:
     with common.growing(final, made_from) as folder:
         if empty:
             dataset.write_empty(args.output / source.name, empty)
-        wanted = {}
-        for number, first in enumerate(range(0, count, PER_SHARD)):
-            path = dataset.shard_path(folder / "set", number)
-            if not path.exists():
-                wanted[path] = range(count)[first : first + PER_SHARD]
-        done = count - sum(map(len, wanted.values()))
-        with progress(total=count, initial=done, desc=f"converting {split}", unit=" samples") as bar:
 
-            def write_shard(path: Path, advance: common.Advance) -> None:
-                with dataset.new_shard(path) as file:
-                    rows = read_rows(counts, wanted[path], split, layout)
-                    for index, (members, timestep) in zip(wanted[path], rows):
-                        dataset.add(file, Meta(dataset.key_of(split, index), timestep), members)
-                        advance(1)
+        def write_shard(first: int) -> None:
+            path = dataset.shard_path(folder / "set", first // PER_SHARD)
+            wanted = range(count)[first : first + PER_SHARD]
+            if path.exists():
+                return
+            with dataset.new_shard(path) as file:
+                for index, (members, timestep) in zip(wanted, read_rows(counts, wanted, split, layout)):
+                    dataset.add(file, Meta(dataset.key_of(split, index), timestep), members)
 
-            common.each(write_shard, wanted, THREADS, bar)
+        firsts = range(0, count, PER_SHARD)
+        written = common.each(write_shard, firsts, THREADS)
+        for _ in progress(written, total=len(firsts), desc=f"converting {split}", unit=" shards"):
+            pass
     print(f"{final}: {count:,} samples")
     return 0

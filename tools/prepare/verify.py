@@ -47,8 +47,8 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
 
-def look(path: Path, advance: common.Advance, fast: bool, layout: SampleLayout) -> Report:
-    """Read a shard's samples. fast: the first and last one only. advance: is given the bytes that were read."""
+def look(path: Path, fast: bool, layout: SampleLayout) -> Report:
+    """Read a shard's samples. fast: the first and last one only."""
     report = Report()
     rows = layout.arrays()
     try:
@@ -65,7 +65,6 @@ def look(path: Path, advance: common.Advance, fast: bool, layout: SampleLayout) 
                         report.problems.append(f"{where}: {what}")
             except BadSample as error:
                 report.problems.append(str(error))
-            advance(layout.stride)
     except (Refusal, OSError) as error:
         report.problems.append(str(error))
     return report
@@ -134,12 +133,10 @@ def run(args: argparse.Namespace) -> int:
         except Refusal as error:
             problems.append(str(error))
         problems += missing_shards(paths)
-        size = sum(path.stat().st_size for path in paths)
-        with progress(total=size, desc=split, unit="B", unit_scale=True, leave=False, disable=args.fast) as bar:
-            reports = common.each(task, paths, THREADS, bar)
         samples = 0
         seen = []
-        for report in reports:
+        reports = common.each(task, paths, THREADS)
+        for report in progress(reports, total=len(paths), desc=split, unit=" shards", leave=False):
             samples += report.samples
             seen += report.seen
             problems += report.problems
