@@ -1,6 +1,7 @@
 """What the commands share: options, a data set that grows until it is whole, threads."""
 
 import json
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,9 +14,10 @@ from flux_ref.config import Config
 MADE_FROM = "made_from.json"
 
 
-def config(path: str | None) -> Config:
-    """The config of --config, or FLUX.1-schnell's. Raises: Refusal."""
-    return config_file.load(path) if path else Config()
+def add_config(parser: ArgumentParser, default: str = "") -> None:
+    """Add --config: args.config is the Config of a file, by default of `default` or FLUX.1-schnell's."""
+    text = f"a config with the sizes of the model and the data set ({default or 'those of the benchmark'})"
+    parser.add_argument("--config", type=config_file.load, default=default or Config(), metavar="FILE", help=text)
 
 
 def folder(text: str) -> Path:

@@ -100,14 +100,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input", type=common.folder, required=True, help="folder of data-*.arrow, beside empty_encodings")
     add("--output", type=Path, required=True, help="folder in which to make SPLIT and empty_encodings")
     add("--split", choices=("train", "val"), required=True)
-    add("--config", metavar="FILE", help="expect the sizes of this config's model (FLUX.1-schnell's)")
+    common.add_config(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal; OSError."""
     split = args.split
     final = args.output / split
-    layout = dataset.sample_layout(common.config(args.config).model)
+    layout = dataset.sample_layout(args.config.model)
     common.require_new(final)  # before all rows are counted
     paths = arrow_files(args.input)
     counts = {}

@@ -11,14 +11,15 @@ import functools
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from flux_ref import dataset
-from flux_ref.cli import Refusal, printable, progress
-from flux_ref.dataset import MEMBERS, BadSample, Meta, SampleLayout, ShardSet
+from flux_ref.cli import Stop, printable, progress
+from flux_ref.dataset import MEMBERS, Meta, SampleLayout, ShardSet
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import common
 
@@ -47,26 +48,31 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
 
+@contextmanager
+def noting(problems: list[str]) -> Iterator[None]:
+    """What ends the block is a problem."""
+    try:
+        yield
+    except (Stop, OSError) as error:
+        problems.append(str(error))
+
+
 def look(path: Path, fast: bool, layout: SampleLayout) -> Report:
     """Read a shard's samples. fast: the first and last one only."""
     report = Report()
     rows = layout.arrays()
-    try:
+    with noting(report.problems):
         shard = ShardSet([path], layout)
         shard.open()
         report.samples = len(shard)
         positions = sorted({0, len(shard) - 1}) if fast else range(len(shard))
         for position in positions:
             where = f"{path}, sample {position}"
-            try:
+            with noting(report.problems):
                 report.seen.append((shard.read(position, rows), where))
                 for name in MEMBERS:
                     if what := implausible(name, rows[name]):
                         report.problems.append(f"{where}: {what}")
-            except BadSample as error:
-                report.problems.append(str(error))
-    except (Refusal, OSError) as error:
-        report.problems.append(str(error))
     return report
 
 
@@ -112,13 +118,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "dir", type=common.folder, metavar="DIR", help="folder of *.tar shards, or of train/, val/ and empty_encodings/"
     )
-    add("--config", metavar="FILE", help="expect this config's sizes and numbers of samples (FLUX.1-schnell's)")
+    common.add_config(parser)
     add("--fast", action="store_true", help="read only names, sizes and the first and last sample of each shard")
 
 
 def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal; OSError; KeyboardInterrupt."""
-    cfg = common.config(args.config)
+    cfg = args.config
     layout = dataset.sample_layout(cfg.model)
     wanted = {"train": cfg.data.expected_train_samples, "val": cfg.data.expected_val_samples}
     folders = {name: args.dir / name for name in wanted if (args.dir / name).is_dir()}
@@ -128,10 +134,8 @@ def run(args: argparse.Namespace) -> int:
     lines = []
     for split, folder in (folders or {alone: args.dir}).items():
         paths = []
-        try:
+        with noting(problems):
             paths = dataset.paths_of(folder)
-        except Refusal as error:
-            problems.append(str(error))
         problems += missing_shards(paths)
         samples = 0
         seen = []
@@ -149,10 +153,8 @@ def run(args: argparse.Namespace) -> int:
     empty = args.dir / "empty_encodings"
     if not empty.is_dir():
         empty = args.dir.resolve().parent / empty.name
-    try:
+    with noting(problems):
         dataset.read_empty(empty, layout)
-    except Refusal as error:
-        problems.append(str(error))
 
     for problem in problems[:SHOWN]:
         print(printable(problem))
