@@ -155,7 +155,7 @@ def test_damage_is_one_line(tmp_path, capsys, monkeypatch):
     (tmp_path / MISTAKES).write_text("{}")
     for path in (VALUES, INDEX):
         (tmp_path / path).write_bytes((FOLDER / path).read_bytes())
-    assert check_module.main([str(tmp_path)]) == 2 and "is a folder" in capsys.readouterr().err
+    assert check_module.main([str(tmp_path)]) == 2 and "is no file" in capsys.readouterr().err
     for name, content, text in (
         ("dump", b"", "is not a whole safetensors file"),
         ("dump", whole[:-1], "is not a whole safetensors file"),
