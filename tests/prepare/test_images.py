@@ -135,7 +135,7 @@ def test_too_few_pictures_are_refused_before_encoders_load(nets, tmp_path, capsy
     silent = put(tmp_path / "in" / "silent", {f"{number}.png": b"" for number in range(9)})
     with failing(Encoders, "__init__", 1, AssertionError("the folder is looked at first")):
         for place, share, words in (
-            (tmp_path / "absent", 0.0, "absent is no folder"),
+            (tmp_path / "absent", 0.0, "absent: No such file or directory"),
             (source, 0.0001, "; want at least 1 train and 8 val; add"),
             (silent, 0.0, "gives no caption: 9; want at least 1 train and 0 val"),
         ):

@@ -21,12 +21,12 @@ from typing import NamedTuple
 import numpy as np
 
 from flux_ref import cli
-from flux_ref.cli import Options, Refusal
+from flux_ref.cli import Options, Refusal, one_line
 from flux_ref.files import read_json
 from tools.golden import files
 from tools.golden.files import FOLDER, INDEX, MISTAKES, Golden, Value, Values, read_tensors
 
-NAMES_SHOWN = 20  # of a longer list
+NAMES_SHOWN = 500  # letters
 ACCEPTED = {  # dtype of a value -> pattern of dtypes of numpy that a dump may hold; bf16 is read as float32
     "fp32": "float32",
     "bf16": "float32",
@@ -131,14 +131,14 @@ def report(golden: Golden, dump: Values, demands_all: bool) -> int:
     found = [compare(value, golden.arrays[value.name], dump[value.name]) for value in common]
     differences = [*filter(None, found)] or [*filter(None, [own_losses(golden, dump)])]
     missing = [value.name for value in golden.values if value.name not in dump and not value.given]
-    unknown = [cli.printable(name)[:100] for name in sorted(dump.keys() - golden.arrays.keys())]
+    unknown = sorted(dump.keys() - golden.arrays.keys())
 
     print(f"{len(common)} values compared, {len(differences)} differ, {len(missing)} missing, {len(unknown)} unknown")
     if differences:
         explain(golden, differences)
     for title, names in (("missing", missing), ("unknown", unknown)):
         if names:
-            print(f"\n{title}: {', '.join(names[:NAMES_SHOWN])}{', ...' if len(names) > NAMES_SHOWN else ''}")
+            print(f"\n{title}: {one_line(', '.join(names), NAMES_SHOWN)}")
     return int(bool(differences or (demands_all and missing + unknown)))
 
 

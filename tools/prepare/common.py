@@ -20,14 +20,6 @@ def add_config(parser: ArgumentParser, default: str = "") -> None:
     parser.add_argument("--config", type=config_file.load, default=default or Config(), metavar="FILE", help=text)
 
 
-def folder(text: str) -> Path:
-    """An option that names a folder. Raises: Refusal if there is none."""
-    path = Path(text).expanduser()
-    if not path.is_dir():
-        raise Refusal(f"{text} is no folder")
-    return path
-
-
 def require_new(final: Path) -> None:
     """Raises: Refusal."""
     if final.exists():

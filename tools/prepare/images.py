@@ -195,7 +195,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--input",
-        type=common.folder,
+        type=Path,
         required=True,
         metavar="DIR",
         help="folder of pictures of 64 pixels or more, or of tars",

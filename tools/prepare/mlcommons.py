@@ -97,7 +97,7 @@ def read_rows(counts: dict[Path, int], wanted: range, split: str, layout: Sample
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--input", type=common.folder, required=True, help="folder of data-*.arrow, beside empty_encodings")
+    add("--input", type=Path, required=True, help="folder of data-*.arrow, beside empty_encodings")
     add("--output", type=Path, required=True, help="folder in which to make SPLIT and empty_encodings")
     add("--split", choices=("train", "val"), required=True)
     common.add_config(parser)
