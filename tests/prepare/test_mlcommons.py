@@ -233,14 +233,6 @@ def test_sources_that_are_damaged_or_of_another_model_are_refused_before_anythin
     assert wrong == [] and not output.exists()
 
 
-def test_validation_that_lacks_a_time_is_refused_before_anything_is_written(val, output, refused):
-    (val / "data-00000-of-00001.arrow").unlink()
-    write_arrow(val / FIRST, rows(6, "val"))
-    write_arrow(val / SECOND, [row | {"timestep": 6} for row in rows(9, "val")])
-    assert f"{val} has no row of the timesteps {{7}}, which validation needs" in refused(val, output, "val")
-    assert not output.exists()
-
-
 def test_what_is_wrong_behind_the_first_row_ends_the_conversion(train, val, output, refused):
     content = (train / SECOND).read_bytes()
     place = content.index(rows()[-2]["mean"])
