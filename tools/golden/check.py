@@ -179,7 +179,7 @@ def causes(found: Difference) -> tuple[list[str], list[str]]:
     return alike, [hint for hint in hints if hint not in alike]
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Compare a dump. Returns the exit code. Raises: Refusal."""
     parser = Options("python -m tools.golden.check", __doc__)
     parser.add_argument("dump", type=Path, help="a safetensors file")
@@ -192,9 +192,5 @@ def run(argv: list[str]) -> int:
     return report(golden, dump, args.all)
 
 
-def main(argv: list[str]) -> int:
-    return cli.run("golden", run, argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(cli.run("golden", main, sys.argv[1:]))
