@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -96,18 +97,19 @@ class Maker:
         good = self._good(part, rejected)
         count = 0
         with ExitStack() as stack:
-            written: dict[str, BinaryIO] = {}
+
+            @cache
+            def shard(split: str) -> BinaryIO:
+                return stack.enter_context(dataset.new_shard(shard_path(_made(self.folder, split), number)))
+
             while batch := list(islice(good, self.args.batch)):
                 names, found, captions = zip(*batch)
                 members = self.nets.encode(torch.stack(found), captions)
                 for i, name in enumerate(names):
                     split = _split(name, self.args.val_share)
-                    if split not in written:
-                        path = shard_path(_made(self.folder, split), number)
-                        written[split] = stack.enter_context(dataset.new_shard(path))
                     own = {kind: bits[i] for kind, bits in members.items()}
                     key = key_of(f"{split}_{number:06d}", count)
-                    dataset.add(written[split], Meta(key, caption=captions[i]), own)
+                    dataset.add(shard(split), Meta(key, caption=captions[i]), own)
                     count += 1
         files.write_whole(_done(self.folder, number), "".join(rejected))
 
@@ -197,23 +199,20 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--input",
         type=Path,
         required=True,
-        metavar="DIR",
         help="folder of pictures of 64 pixels or more, or of tars",
     )
-    add("--output", type=Path, required=True, metavar="DIR", help="folder to make")
+    add("--output", type=Path, required=True, help="folder to make")
     add(
         "--val-share",
         type=between(0, 1, float),
         default=0.05,
-        metavar="SHARE",
         help="part of the pictures that becomes val; 0: none, 1: all (%(default)s)",
     )
-    add("--caption-column", default="text", metavar="NAME", help="captions in metadata.jsonl or .csv (%(default)s)")
+    add("--caption-column", default="text", help="captions in metadata.jsonl or .csv (%(default)s)")
     add(
         "--model",
         type=Path,
         default=Path("FLUX.1-schnell"),
-        metavar="DIR",
         help="folder of the encoders, as in FLUX.1-schnell's repository (%(default)s)",
     )
     add(
@@ -222,7 +221,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default="fp32",
         help="of the text encoders; in fp32 T5-XXL takes 19 GB on each rank (%(default)s)",
     )
-    add("--batch", type=between(1, 10**9), default=32, metavar="N", help="pictures encoded at a time (%(default)s)")
+    add("--batch", type=between(1, 10**9), default=32, help="pictures encoded at a time (%(default)s)")
     common.add_config(parser)
 
 
