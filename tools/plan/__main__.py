@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     checkpoint = checkpoint_bytes(cfg) * one.layout.parameters
 
     lines = [
-        f"{cfg.name} on {args.gpus} x {args.gpu or machine.gpu.arch}: {label}, micro-batch {one.rows}, "
+        f"{cfg.name} on {args.gpus} x {args.gpu or machine.gpu.arch}: {label}, micro-batch {one.layout.rows}, "
         f"{one.layout.replicas} x {one.layout.shards} shards",
         *memory(one),
         *(time(one, args.price_per_gpu_hour) if fits else ["no times: this config does not fit the card"]),
@@ -105,7 +105,7 @@ def layouts(found: list[Plan]) -> list[str]:
     """A table of the first of some plans."""
     rows = []
     for one in found[:SHOWN]:
-        settings = [one.rows, one.cfg.compute.activation_memory_budget, one.cfg.parallel.kept_regions]
+        settings = [one.layout.rows, one.cfg.compute.activation_memory_budget, one.cfg.parallel.kept_regions]
         rows.append([*map(str, settings), f"{one.total / GB:.1f}", f"{one.times.step:.4g}"])
     return [f"{len(found)} layouts leave {plan.SPARE / GB:g} GB free; the fastest:", *table(LAYOUT, rows)]
 
