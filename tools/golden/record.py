@@ -95,14 +95,11 @@ def plainly(value: Any) -> tuple[str, np.ndarray]:
 @contextmanager
 def one_process() -> Iterator[World]:
     """A world of this process alone. It is on the CPU, also where there is an accelerator."""
-    alone = not dist.is_initialized()
-    if alone:
-        dist.init_process_group(ranks.BACKENDS["cpu"], store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(ranks.BACKENDS["cpu"], store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield World(0, 1, CPU, ranks.make_mesh("cpu", size=1, replicate=1))
     finally:
-        if alone:
-            ranks.stop()
+        ranks.stop()
 
 
 def write(folder: Path) -> None:

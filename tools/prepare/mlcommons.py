@@ -67,9 +67,9 @@ def read_row(table, row: int, split: str, layout: SampleLayout, path: Path) -> R
     """(the bf16 bits in a row, not copied; its timestep: 0 to 7 for val, None for train). Raises: Refusal."""
     where = f"{path}, row {row}"
     timestep = table["timestep"][row].as_py() if "timestep" in table.column_names else None
-    if timestep not in (range(TIMESTEPS) if split == "val" else [None]):
-        want = f"0 to {TIMESTEPS - 1}" if split == "val" else "none"
-        raise Refusal(f"{where}: timestep {timestep!r}, want {want}; is this the {split} split?")
+    allowed = [*range(TIMESTEPS)] if split == "val" else [None]
+    if timestep not in allowed:
+        raise Refusal(f"{where}: timestep {timestep!r}, want one of {allowed}; is this the {split} split?")
     members = {}
     for member, column in COLUMNS.items():
         try:

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     folders = {name: args.dir / name for name in wanted if (args.dir / name).is_dir()}
     alone = "val" if args.dir.resolve().name == "val" else "train"
     task = functools.partial(look, fast=args.fast, layout=layout)
-    problems = []
+    problems: list[str] = []
     lines = []
     for split, folder in (folders or {alone: args.dir}).items():
         paths = []

@@ -44,7 +44,7 @@ def charts(systems: list[System]) -> list[Any]:
     return [losses(batch, group) for batch, group in sorted(batches.items())]
 
 
-def losses(batch: float, systems: list[System]) -> Any:
+def losses(batch: Any, systems: list[System]) -> Any:
     """Validation losses of every run of a global batch, beside the target and the band of public runs."""
     from matplotlib.figure import Figure
 
