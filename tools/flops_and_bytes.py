@@ -1,22 +1,24 @@
-"""How FSDP2 splits a net over ranks, and what each rank sends in a step: closed forms.
+"""How FSDP2 splits a net over ranks, what each rank sends in a step, and how much arithmetic a sample takes.
 
 FSDP2 splits the first dimension of each parameter over the ranks of a replica, as torch.chunk does.
 It gathers one unit at a time: a region of blocks, or the root with all parameters outside of blocks.
 """
 
-import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import ceil, prod
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from flux_ref import flow
 from flux_ref.config import Config, ModelConfig, micro_batch, rank_batch
-from flux_ref.model import Flux, parameter_table
-from flux_ref.precision.policy import layers, layers_gathered_in_fp8
+from flux_ref.dataloader import allocate
+from flux_ref.model import Flux
+from flux_ref.precision.policy import layers_gathered_in_fp8
 from flux_ref.sharding import Region, freed_regions, regions
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}  # of compute.dtype and parallel.reduce_dtype
@@ -106,46 +108,16 @@ def sent(layout: FsdpLayout) -> dict[str, float]:
     }
 
 
-FIRST = ("img_in", "txt_in", "time_in.in_layer", "vector_in.in_layer")  # their inputs need no gradient
-
-
-class Op(NamedTuple):
-    """An operation at one place of the net. forward, backward: operations per sample of one occurrence."""
-
-    name: str  # of the module, with * for the number of a block
-    times: int  # in the net
-    rows: int  # per sample: tokens, or 1
-    forward: int
-    backward: int
-
-
-def operations(model: ModelConfig) -> list[Op]:
-    """Every operation of the net: the linears, then attention.
-
-    Backward of a linear makes the gradients of its input and weight. Backward of attention counts twice: computing the
-    scores again does not count.
-    """
-    tokens = model.image_tokens + model.text_tokens
-    rows = {"img_in": model.image_tokens, "txt_in": model.text_tokens, "final_layer.linear": model.image_tokens}
-    rows |= {name: layer.tokens for name, layer in layers(model).items()}
-    counts: Counter[tuple[str, int, int]] = Counter()
-    for name, shape in parameter_table(model).items():
-        module, _, kind = name.rpartition(".")
-        if kind == "weight":
-            counts[re.sub(r"\.\d+\.", ".*.", module), rows.get(module, 1), prod(shape)] += 1
-    found = []
-    for (module, seen, size), times in counts.items():
-        once = 2 * seen * size
-        found.append(Op(module, times, seen, once, once if module in FIRST else 2 * once))
-    scores_and_values = 4 * tokens * tokens * model.hidden
-    for part, times in (("double_blocks", model.double_blocks), ("single_blocks", model.single_blocks)):
-        found.append(Op(f"{part}.*.attention", times, tokens, scores_and_values, 2 * scores_and_values))
-    return found
-
-
+@cache
 def per_sample(model: ModelConfig) -> int:
-    """Operations of one training sample, forward and backward; recomputation does not count.
+    """Operations of one training sample, forward and backward, as torch counts them; recomputation does not count.
 
     20.41e12 for schnell at the benchmark's shape.
     """
-    return sum(op.times * (op.forward + op.backward) for op in operations(model))
+    meta = torch.device("meta")
+    with meta:
+        net = Flux(model)
+        net.rope = net.make_rope()
+    with FlopCounterMode(display=False) as counted:
+        flow.losses(net, allocate(model, 1, meta), torch.float32).sum().backward()
+    return counted.get_total_flops()

@@ -19,10 +19,10 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain, pairwise
 from statistics import median_high
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
+from torch.utils.benchmark import Timer
 
 from flux_ref import ranks
 from flux_ref.cli import Fault, Options, Refusal, exit_now, run
@@ -36,19 +36,11 @@ LONG_S = 1.0  # of a measurement, in which a device that is too hot slows down
 TIMES = 50  # of a collective, alike on all ranks
 
 
-def seconds(work: Callable[[], object], device: torch.device, times: int = 0) -> float:
+def seconds(work: Callable[[], object], times: int = 0) -> float:
     """The mean time of a piece of work that is done so many times, by default for LONG_S. sync."""
-
-    def spent(count: int) -> float:
-        begin = perf_counter()
-        for _ in range(count):
-            work()
-        torch.get_device_module(device).synchronize(device)
-        return perf_counter() - begin
-
-    spent(1)  # loads the kernel
-    times = times or max(1, round(LONG_S / spent(1)))
-    return spent(times) / times
+    timer = Timer("work()", globals={"work": work})
+    times = times or max(1, round(LONG_S / timer.timeit(1).mean))
+    return timer.timeit(times).mean
 
 
 def multiply(device: torch.device, _: dist.ProcessGroup, in_fp8: bool = False) -> float:
@@ -66,20 +58,20 @@ def multiply(device: torch.device, _: dist.ProcessGroup, in_fp8: bool = False) -
     def product() -> torch.Tensor:
         return scaled_mm(x, weight.t(), one, one, fast=True) if in_fp8 else x @ weight.t()
 
-    return 2 * M * K * N / seconds(product, device) / 1e12
+    return 2 * M * K * N / seconds(product) / 1e12
 
 
 def copy(device: torch.device, _: dist.ProcessGroup) -> float:
     """TB/s that a copy reads and writes."""
     source = torch.zeros((64 if device.type == "cpu" else 1024) << 20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / seconds(lambda: target.copy_(source), device) / 1e12
+    return 2 * source.nbytes / seconds(lambda: target.copy_(source)) / 1e12
 
 
 def all_reduce(device: torch.device, group: dist.ProcessGroup) -> float:
     """GB/s that a rank moves: 2 (n - 1) / n of the bytes over the time, the bus bandwidth."""
     tensor = torch.zeros((1 if device.type == "cpu" else 64) << 20, device=device)
-    span = seconds(lambda: dist.all_reduce(tensor, group=group), device, TIMES)
+    span = seconds(lambda: dist.all_reduce(tensor, group=group), TIMES)
     return 2 * (1 - 1 / group.size()) * tensor.nbytes / span / 1e9
 
 

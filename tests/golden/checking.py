@@ -8,6 +8,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from flux_ref import cli
 from tools.golden.check import main
 
 
@@ -16,7 +17,7 @@ def checked(dump: dict[str, np.ndarray | torch.Tensor], tmp_path: Path, capsys, 
     tensors = {name: torch.as_tensor(np.array(x) if isinstance(x, np.ndarray) else x) for name, x in dump.items()}
     safetensors.torch.save_file({name: x.contiguous() for name, x in tensors.items()}, tmp_path / "dump")
     capsys.readouterr()
-    code = main([str(tmp_path / "dump"), *options])
+    code = cli.run("golden", main, [str(tmp_path / "dump"), *options])
     out, err = capsys.readouterr()
     first = re.search(r"^first difference: ([^,]*),", out, re.M)
     return SimpleNamespace(code=code, first=first and first[1], text=out, err=err)

@@ -7,6 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
+from flux_ref import cli
 from tools.golden.check import main
 from tools.golden.files import FOLDER, Golden
 
@@ -18,7 +19,7 @@ def test_the_port_makes_the_golden_values(tmp_path, capsys):
     """All but those of FP8 and of block formats."""
     dump = tmp_path / "dump.safetensors"
     subprocess.run([sys.executable, ROOT / "examples" / "jax_port", FOLDER, dump], check=True, timeout=600)
-    code = main([str(dump)])
+    code = cli.run("golden", main, [str(dump)])
     text = capsys.readouterr().out
     names = [value.name for value in Golden(FOLDER).values if not value.given]
     left_out = [name for name in names if re.match(r"fp8\.|formats\.", name)]

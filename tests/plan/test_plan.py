@@ -383,9 +383,11 @@ def test_the_fastest_layouts_fit_and_none_beside_them_is_faster():
         for kept in range(-1, 7)
     ]
     fit = [one for one in every if one.total <= half.total]
-    best = {rows: min(one.times.step for one in fit if one.rows == rows) for rows in {one.rows for one in fit}}
+    best = {
+        rows: min(one.times.step for one in fit if one.layout.rows == rows) for rows in {one.layout.rows for one in fit}
+    }
     steps = [one.times.step for one in found]
-    assert best.keys() == {3, 4} and best.items() <= {one.rows: one.times.step for one in found}.items()
-    assert max(one.rows for one in found) == 4 and steps == sorted(steps)
+    assert best.keys() == {3, 4} and best.items() <= {one.layout.rows: one.times.step for one in found}.items()
+    assert max(one.layout.rows for one in found) == 4 and steps == sorted(steps)
     eight = config_file.replace(cfg, precision__preset="fp8")
     assert plan.fastest(eight, machine) == [], "16 divides rows x 6"

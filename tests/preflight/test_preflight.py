@@ -75,7 +75,7 @@ def test_a_plan_takes_the_rates_that_were_measured(tmp_path, monkeypatch, capsys
     assert tuple(rows) == PARTS and float(rows["products"]) > float(rows["optimizer"]) > float(rows["links"]) == 0, out
     assert "has no rate of the links that 8 GPUs use" in refusal(commands.main, [*argv, "--gpus=8"])
     rates.write_text('{"arch": "cpu"}')
-    assert "lacks the rate 'memory_gb'" in refusal(commands.main, [*argv, "--gpus=1"])
+    assert "arguments: 'memory_gb', " in refusal(commands.main, [*argv, "--gpus=1"])
 
 
 PLAY = """

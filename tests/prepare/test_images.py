@@ -135,9 +135,9 @@ def test_too_few_pictures_are_refused_before_encoders_load(nets, tmp_path, capsy
     silent = put(tmp_path / "in" / "silent", {f"{number}.png": b"" for number in range(9)})
     with failing(Encoders, "__init__", 1, AssertionError("the folder is looked at first")):
         for place, share, words in (
-            (tmp_path / "absent", 0.0, "absent is no folder"),
-            (source, 0.0001, "and 0 of validation, want at least 1 and 8"),
-            (silent, 0.0, "gives 0 samples of training and 0 of validation, want at least 1 and 0; 9 rejected: no cap"),
+            (tmp_path / "absent", 0.0, "absent: No such file or directory"),
+            (source, 0.0001, "; want at least 1 train and 8 val; add"),
+            (silent, 0.0, "gives no caption: 9; want at least 1 train and 0 val"),
         ):
             assert words in refused(command(nets, place, tmp_path / "out", share), capsys)
     assert {path.name for path in tmp_path.iterdir()} == {"in"}

@@ -8,26 +8,24 @@ from pathlib import Path
 
 import pytest
 from conftest import refusal
-from tqdm import tqdm
 
 from flux_ref.cli import Fault, Refusal
 from tools.prepare import common
 
 
-def test_an_error_of_one_thread_ends_the_others():
-    finished = []
+def test_an_error_of_one_thread_ends_the_command():
+    """What waits is not begun."""
+    begun = []
 
-    def task(item, advance):
-        if item:
+    def task(item):
+        begun.append(item)
+        if item == 1:
             raise Fault("broken")
-        for _ in range(500):
-            advance(1)
-            time.sleep(0.01)
-        finished.append(item)
+        time.sleep(0.01)
 
     with pytest.raises(Fault):
-        common.each(task, [0, 1], 2, tqdm(disable=True))
-    assert not finished
+        list(common.each(task, range(100), 2))
+    assert len(begun) < 50
 
 
 class Kill(BaseException):
@@ -59,7 +57,6 @@ def is_killed(final, point):
 
 
 def test_a_kill_at_any_point_leaves_the_whole_set_or_what_goes_on(tmp_path):
-    """The next start clears what is left beside a whole set."""
     kills = {True: 0, False: 0}  # with the whole set, and before it
     for point in itertools.count():
         final = tmp_path / str(point) / "set"
@@ -72,11 +69,20 @@ def test_a_kill_at_any_point_leaves_the_whole_set_or_what_goes_on(tmp_path):
             with common.growing(final, {"a": 1}) as folder:
                 assert (folder / "set" / "x").exists() or not (folder / "rest").exists(), point
                 (folder / "set" / "x").touch()
-        assert {path.name for path in final.parent.iterdir()} == {"set", ".set.lock"}, point
+            assert {path.name for path in final.parent.iterdir()} == {"set", ".set.lock"}, point
         assert (final / "x").exists(), point
         if not killed:
             break
-    assert min(kills.values()) > 3, kills
+    assert not common.partial_of(final).exists() and min(kills.values()) > 2, kills
+
+
+def test_what_is_left_beside_a_whole_set_is_no_part_of_the_next_one(tmp_path):
+    own = common.partial_of(tmp_path / "set")
+    own.mkdir()
+    (own / common.MADE_FROM).write_text("{}")
+    (own / "done").touch()
+    with common.growing(tmp_path / "set", {}):
+        assert not (own / "done").exists()
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):

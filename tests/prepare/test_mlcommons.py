@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tarfile
+import threading
 import time
 from functools import partial
 
@@ -117,7 +118,7 @@ def test_both_splits_arrive_byte_for_byte_and_the_source_is_left_alone(train, va
     want = dataset.read_empty(train.with_name("empty_encodings"), LAYOUT)
     convert(train, output)
     out, err = capsys.readouterr()
-    assert f"{output}/train: {COUNT} samples" in out and f"{COUNT}/{COUNT}" in err and "samples/s" in err
+    assert f"{output}/train: {COUNT} samples" in out and "6/6" in err and "shards/s" in err
     convert(val, output, "val")
     require_converted(output, rows())
     require_converted(output, rows(16, "val"), "val")
@@ -186,6 +187,9 @@ def test_an_error_or_ctrl_c_amid_a_shard_is_one_line_and_only_missing_shards_are
     for key, strike, code in (("train_00000009", interrupt, 130), ("train_00000021", no_space, 3)):
         with struck(key, strike):
             assert prepare.main(command(train, output)) == code
+            for thread in threading.enumerate():  # the end of the process would end them
+                if thread.name.startswith("ThreadPool"):
+                    thread.join()
         assert ("No space left" in the_line(capsys.readouterr().err, "prepare")) == (code == 3)
         assert not (output / "train").exists() and not list(growing.glob(".*"))
     kept = {path.name: path.stat().st_mtime_ns for path in growing.iterdir()}
@@ -218,7 +222,7 @@ def test_sources_that_are_damaged_or_of_another_model_are_refused_before_anythin
         *((partial((train / FIRST).write_bytes, content), "is truncated") for content in (*cut, whole + bytes(8))),
         *((partial(write, [rows()[0] | {"t5_encodings": blob}]), "row 0: t5 is no .npy file") for blob in BLOBS),
         (partial(write, rows(1), None, schema(without=("clip_encodings",))), "want one column clip_encodings of bin"),
-        (partial(write, [rows()[0] | step]), "row 0: timestep 3, want none; is this the train"),
+        (partial(write, [rows()[0] | step]), "row 0: timestep 3, want one of [None]; is this the train"),
         ((train / FIRST).unlink, "holds 1 files data-*.arrow, which are not all of one set; download all"),
     ]
     wrong = []
@@ -229,14 +233,6 @@ def test_sources_that_are_damaged_or_of_another_model_are_refused_before_anythin
     assert wrong == [] and not output.exists()
 
 
-def test_validation_that_lacks_a_time_is_refused_before_anything_is_written(val, output, refused):
-    (val / "data-00000-of-00001.arrow").unlink()
-    write_arrow(val / FIRST, rows(6, "val"))
-    write_arrow(val / SECOND, [row | {"timestep": 6} for row in rows(9, "val")])
-    assert f"{val} has no row of the timesteps {{7}}, which validation needs" in refused(val, output, "val")
-    assert not output.exists()
-
-
 def test_what_is_wrong_behind_the_first_row_ends_the_conversion(train, val, output, refused):
     content = (train / SECOND).read_bytes()
     place = content.index(rows()[-2]["mean"])
@@ -244,5 +240,7 @@ def test_what_is_wrong_behind_the_first_row_ends_the_conversion(train, val, outp
     assert f"{train / SECOND}, row 11: mean is no .npy file" in refused(train, output)
     for timestep in (None, 8):
         write_arrow(val / "data-00000-of-00001.arrow", [*rows(9, "val"), rows(1)[0] | {"timestep": timestep}])
-        assert f"row 9: timestep {timestep}, want 0 to 7; is this the val" in refused(val, output / "1", "val")
+        assert f"row 9: timestep {timestep}, want one of [0, 1, 2, 3, 4, 5, 6, 7]; is this the val" in refused(
+            val, output / "1", "val"
+        )
         shutil.rmtree(output / "1" / "val.partial")

@@ -13,6 +13,7 @@ import numpy as np
 import safetensors
 
 from flux_ref.cli import Refusal, one_line, printable
+from flux_ref.files import read_bytes
 from tools.json_option import read_json
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"
@@ -82,10 +83,8 @@ def read_tensors(path: Path) -> Values:
 
     Raises: Refusal for a file that is not a whole safetensors file, or that holds another dtype than READ_AS.
     """
-    if path.is_dir():
-        raise Refusal(f"{path} is a folder; give the safetensors file itself")
     try:
-        entries = safetensors.deserialize(path.read_bytes())
+        entries = safetensors.deserialize(read_bytes(path))
     except safetensors.SafetensorError as error:
         raise Refusal(f"{path} is not a whole safetensors file: {one_line(error, 200)}; write it again") from None
     arrays = {}

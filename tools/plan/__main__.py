@@ -38,13 +38,13 @@ def main(argv: list[str]) -> int:
     """Raises: Refusal."""
     parser = Options("python -m tools.plan", __doc__)
     add = parser.add_argument
-    add("config", metavar="CONFIG")
-    add("--gpus", type=between(1, MOST_GPUS), required=True, metavar="N")
+    add("config")
+    add("--gpus", type=between(1, MOST_GPUS), required=True)
     card = parser.add_mutually_exclusive_group(required=True)
-    card.add_argument("--gpu", metavar="NAME", help="a card of tools/plan/hardware.toml")
-    card.add_argument("--measured", type=Path, metavar="FILE")
-    add("--step", type=Path, metavar="REPORT")
-    add("--price-per-gpu-hour", type=between(0, 1e9, float), default=0.0, metavar="PRICE")
+    card.add_argument("--gpu", help="a card of tools/plan/hardware.toml")
+    card.add_argument("--measured", type=Path)
+    add("--step", type=Path)
+    add("--price-per-gpu-hour", type=between(0, 1e9, float), default=0.0)
     add("--layouts", action="store_true")
     args, overrides = parser.parse_known_args(argv)
     cfg = config_file.load(args.config, overrides)
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     checkpoint = checkpoint_bytes(cfg) * one.layout.parameters
 
     lines = [
-        f"{cfg.name} on {args.gpus} x {args.gpu or machine.gpu.arch}: {label}, micro-batch {one.rows}, "
+        f"{cfg.name} on {args.gpus} x {args.gpu or machine.gpu.arch}: {label}, micro-batch {one.layout.rows}, "
         f"{one.layout.replicas} x {one.layout.shards} shards",
         *memory(one),
         *(time(one, args.price_per_gpu_hour) if fits else ["no times: this config does not fit the card"]),
@@ -105,7 +105,7 @@ def layouts(found: list[Plan]) -> list[str]:
     """A table of the first of some plans."""
     rows = []
     for one in found[:SHOWN]:
-        settings = [one.rows, one.cfg.compute.activation_memory_budget, one.cfg.parallel.kept_regions]
+        settings = [one.layout.rows, one.cfg.compute.activation_memory_budget, one.cfg.parallel.kept_regions]
         rows.append([*map(str, settings), f"{one.total / GB:.1f}", f"{one.times.step:.4g}"])
     return [f"{len(found)} layouts leave {plan.SPARE / GB:g} GB free; the fastest:", *table(LAYOUT, rows)]
 

@@ -52,7 +52,6 @@ class Plan:
     cfg: Config
     machine: Machine
     layout: FsdpLayout
-    rows: int  # of a micro-batch
     instant: Instant
     graphs: float  # of captured steps, outside of tensors
     total: float  # on a card
@@ -108,7 +107,6 @@ def planned(cfg: Config, machine: Machine, footprints: Footprints) -> Plan:
         cfg=cfg,
         machine=machine,
         layout=layout,
-        rows=layout.rows,
         instant=instant,
         graphs=graphs,
         total=instant.total * (1 + assumed.margin) + graphs + assumed.outside_gb * GB,

@@ -24,7 +24,7 @@ PLANNED = {"bf16": "bf16", "fp8": "fp8", "fp8_delayed": "fp8"}
 
 @dataclass(frozen=True)
 class System:
-    """A row of the table, whose head explains the figures."""
+    """Of a row of the table, whose head explains the figures."""
 
     source: str
     system: str
@@ -37,9 +37,6 @@ class System:
     recomputed: float
     fitted: int
     step_s: float
-    evaluation_s: float
-    samples: int
-    minutes: float
     outlier: str
 
     @property

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, log2
 from pathlib import Path
-from typing import get_type_hints
 
 from flux_ref.cli import Refusal
 from flux_ref.config import Config
@@ -71,11 +70,10 @@ def load(name: str, precision: str = "bf16") -> tuple[Gpu, Assumed]:
 
 def measured(path: Path, gpus: int) -> tuple[Gpu, Assumed]:
     """The card of a file by `tools.preflight --json`, and what is still assumed. gpus: of the plan. Raises: Refusal."""
-    rates = read_json(path)
     try:
-        gpu = Gpu(*map(rates.__getitem__, get_type_hints(Gpu)))
-    except KeyError as error:
-        raise Refusal(f"{path} lacks the rate {error}; write it with tools.preflight --json") from None
+        gpu = Gpu(**read_json(path))
+    except TypeError as error:
+        raise Refusal(f"{path}: {error}; write it with tools.preflight --json") from None
     if (gpus > 1 and not gpu.scale_up_gb_s) or (gpus > gpu.node and not gpu.scale_out_gb_s):
         raise Refusal(f"{path} has no rate of the links that {gpus} GPUs use; run tools.preflight on more of them")
     _, assumed = load("h200")  # of all cards

@@ -4,19 +4,19 @@ import argparse
 import sys
 from pathlib import Path
 
-from flux_ref import cli, config_file, toy
+from flux_ref import cli, toy
 from flux_ref.cli import Options
 from tools.prepare import common, images, mlcommons, verify
 
 
 def add_shapes_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
-    parser.add_argument("--config", default="configs/tiny.toml", help="use this config's sizes (%(default)s)")
+    common.add_config(parser, "configs/tiny.toml")
 
 
 def make_shapes(args: argparse.Namespace) -> int:
     """The toy data set, as data.kind=toy makes it on first use. Returns the exit code. Raises: Refusal."""
-    cfg = config_file.load(args.config)
+    cfg = args.config
     common.require_new(args.out)
     toy.make_once(args.out, lambda: toy.make_shapes(args.out, cfg))
     print(

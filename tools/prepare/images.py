@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -97,18 +98,19 @@ class Maker:
         good = self._good(part, rejected)
         count = 0
         with ExitStack() as stack:
-            written: dict[str, BinaryIO] = {}
+
+            @cache
+            def shard(split: str) -> BinaryIO:
+                return stack.enter_context(dataset.new_shard(shard_path(_made(self.folder, split), number)))
+
             while batch := list(islice(good, self.args.batch)):
                 names, found, captions = zip(*batch)
                 members = self.nets.encode(torch.stack(found), captions)
                 for i, name in enumerate(names):
                     split = _split(name, self.args.val_share)
-                    if split not in written:
-                        path = shard_path(_made(self.folder, split), number)
-                        written[split] = stack.enter_context(dataset.new_shard(path))
                     own = {kind: bits[i] for kind, bits in members.items()}
                     key = key_of(f"{split}_{number:06d}", count)
-                    dataset.add(written[split], Meta(key, caption=captions[i]), own)
+                    dataset.add(shard(split), Meta(key, caption=captions[i]), own)
                     count += 1
         files.write_whole(_done(self.folder, number), "".join(rejected))
 
@@ -146,21 +148,19 @@ def _done(folder: Path, number: int) -> Path:
 def _require_enough(args: Namespace, parts: list[Part]) -> None:
     """A look at the first pictures, as T5-XXL loads for minutes. Raises: Refusal."""
     wanted = Counter(val=TIMESTEPS * (args.val_share > 0), train=int(args.val_share < 1))
-    count = Counter[str]()
-    reasons = Counter[str]()
+    found = Counter[str]()
     for picture in chain.from_iterable(part() for part in parts):
         try:
             picture.caption()
+            kind = _split(picture.name, args.val_share)
         except Rejected as error:
-            reasons[str(error)] += 1
-        else:
-            count[_split(picture.name, args.val_share)] += 1
-        if count >= wanted:
+            kind = str(error)
+        found[kind] += 1
+        if found >= wanted:
             return
-    found = f"{count['train']} samples of training and {count['val']} of validation"
-    want = f"at least {wanted['train']} and {wanted['val']}"
-    rejected = "".join(f"; {number} rejected: {reason}" for reason, number in reasons.most_common(2))
-    raise Refusal(f"--input {args.input} gives {found}, want {want}{rejected}; add pictures or change --val-share")
+    kinds = ", ".join(f"{kind}: {count}" for kind, count in found.items()) or "nothing"
+    want = f"at least {wanted['train']} train and {wanted['val']} val"
+    raise Refusal(f"--input {args.input} gives {kinds}; want {want}; add pictures or change --val-share")
 
 
 def _finish(folder: Path, layout: SampleLayout) -> str:
@@ -180,15 +180,11 @@ def _finish(folder: Path, layout: SampleLayout) -> str:
                 meta, arrays = val.sample(i)
                 dataset.add(file, Meta(key_of("val", i), i % TIMESTEPS, meta.caption), arrays)
     rejected = len(rows.splitlines())
-    said = f"{len(train):,} training and {len(val):,} validation samples; {rejected:,} rejected, see rejected.tsv"
-    if 0 < len(val) < TIMESTEPS:
-        said += f"; validation needs {TIMESTEPS}, so train with --data.val= or make the set anew of more pictures"
-    return said
+    return f"{len(train):,} training and {len(val):,} validation samples; {rejected:,} rejected, see rejected.tsv"
 
 
 def _stored(folder: Path, split: str, layout: SampleLayout) -> ShardSet:
-    place = _made(folder, split)
-    return ShardSet(dataset.paths_of(place) if any(place.iterdir()) else [], layout)
+    return ShardSet(files.matching(_made(folder, split), "[!.]*.tar"), layout)
 
 
 def _made_from(args: Namespace, model: ModelConfig, listed: list[str]) -> dict:
@@ -202,25 +198,22 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--input",
-        type=common.folder,
+        type=Path,
         required=True,
-        metavar="DIR",
         help="folder of pictures of 64 pixels or more, or of tars",
     )
-    add("--output", type=Path, required=True, metavar="DIR", help="folder to make")
+    add("--output", type=Path, required=True, help="folder to make")
     add(
         "--val-share",
         type=between(0, 1, float),
         default=0.05,
-        metavar="SHARE",
         help="part of the pictures that becomes val; 0: none, 1: all (%(default)s)",
     )
-    add("--caption-column", default="text", metavar="NAME", help="captions in metadata.jsonl or .csv (%(default)s)")
+    add("--caption-column", default="text", help="captions in metadata.jsonl or .csv (%(default)s)")
     add(
         "--model",
         type=Path,
         default=Path("FLUX.1-schnell"),
-        metavar="DIR",
         help="folder of the encoders, as in FLUX.1-schnell's repository (%(default)s)",
     )
     add(
@@ -229,13 +222,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         default="fp32",
         help="of the text encoders; in fp32 T5-XXL takes 19 GB on each rank (%(default)s)",
     )
-    add("--batch", type=between(1, 10**9), default=32, metavar="N", help="pictures encoded at a time (%(default)s)")
-    add("--config", metavar="FILE", help="use the sizes of this config's model (FLUX.1-schnell's)")
+    add("--batch", type=between(1, 10**9), default=32, help="pictures encoded at a time (%(default)s)")
+    common.add_config(parser)
 
 
 def run(args: Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal."""
-    model = common.config(args.config).model
+    model = args.config.model
     world = ranks.start(ParallelConfig(replicate=1))
     with ExitStack() as stack:
         pool = ThreadPoolExecutor(THREADS)
@@ -251,8 +244,6 @@ def run(args: Namespace) -> int:
             _require_enough(args, parts)
             if world.rank == 0:  # for all
                 stack.enter_context(common.growing(args.output, _made_from(args, model, listed)))
-                for split in ("train", "val"):
-                    _made(folder, split).mkdir(exist_ok=True)
         with agreed():
             nets = Encoders(args.model, model, world.device, DTYPES[args.dtype])
         bar = progress(desc=f"encoding, rank 0 of {world.size}", unit=" pictures", disable=world.rank > 0)

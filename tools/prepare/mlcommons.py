@@ -67,9 +67,9 @@ def read_row(table, row: int, split: str, layout: SampleLayout, path: Path) -> R
     """(the bf16 bits in a row, not copied; its timestep: 0 to 7 for val, None for train). Raises: Refusal."""
     where = f"{path}, row {row}"
     timestep = table["timestep"][row].as_py() if "timestep" in table.column_names else None
-    if timestep not in (range(TIMESTEPS) if split == "val" else [None]):
-        want = f"0 to {TIMESTEPS - 1}" if split == "val" else "none"
-        raise Refusal(f"{where}: timestep {timestep!r}, want {want}; is this the {split} split?")
+    allowed = [*range(TIMESTEPS)] if split == "val" else [None]
+    if timestep not in allowed:
+        raise Refusal(f"{where}: timestep {timestep!r}, want one of {allowed}; is this the {split} split?")
     members = {}
     for member, column in COLUMNS.items():
         try:
@@ -97,30 +97,25 @@ def read_rows(counts: dict[Path, int], wanted: range, split: str, layout: Sample
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--input", type=common.folder, required=True, help="folder of data-*.arrow, beside empty_encodings")
+    add("--input", type=Path, required=True, help="folder of data-*.arrow, beside empty_encodings")
     add("--output", type=Path, required=True, help="folder in which to make SPLIT and empty_encodings")
     add("--split", choices=("train", "val"), required=True)
-    add("--config", metavar="FILE", help="expect the sizes of this config's model (FLUX.1-schnell's)")
+    common.add_config(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal; OSError."""
     split = args.split
     final = args.output / split
-    layout = dataset.sample_layout(common.config(args.config).model)
+    layout = dataset.sample_layout(args.config.model)
     common.require_new(final)  # before all rows are counted
     paths = arrow_files(args.input)
     counts = {}
-    missing = {*range(TIMESTEPS)} if split == "val" else set()
     for path in progress(paths, desc=f"counting {args.input.name}", unit=" files", leave=False):
         table = read_table(path)
         counts[path] = len(table)
         if len(table):  # tells another model's samples before anything is written
             read_row(table, 0, split, layout, path)
-            if missing:
-                missing -= set(table["timestep"].to_pylist())
-    if missing:
-        raise Refusal(f"{args.input} has no row of the timesteps {missing}, which validation needs; download it again")
     count = sum(counts.values())
     source = args.input.resolve().parent / "empty_encodings"
     empty = {}
@@ -136,21 +131,19 @@ def run(args: argparse.Namespace) -> int:
     with common.growing(final, made_from) as folder:
         if empty:
             dataset.write_empty(args.output / source.name, empty)
-        wanted = {}
-        for number, first in enumerate(range(0, count, PER_SHARD)):
-            path = dataset.shard_path(folder / "set", number)
-            if not path.exists():
-                wanted[path] = range(count)[first : first + PER_SHARD]
-        done = count - sum(map(len, wanted.values()))
-        with progress(total=count, initial=done, desc=f"converting {split}", unit=" samples") as bar:
 
-            def write_shard(path: Path, advance: common.Advance) -> None:
-                with dataset.new_shard(path) as file:
-                    rows = read_rows(counts, wanted[path], split, layout)
-                    for index, (members, timestep) in zip(wanted[path], rows):
-                        dataset.add(file, Meta(dataset.key_of(split, index), timestep), members)
-                        advance(1)
+        def write_shard(first: int) -> None:
+            path = dataset.shard_path(folder / "set", first // PER_SHARD)
+            wanted = range(count)[first : first + PER_SHARD]
+            if path.exists():
+                return
+            with dataset.new_shard(path) as file:
+                for index, (members, timestep) in zip(wanted, read_rows(counts, wanted, split, layout)):
+                    dataset.add(file, Meta(dataset.key_of(split, index), timestep), members)
 
-            common.each(write_shard, wanted, THREADS, bar)
+        firsts = range(0, count, PER_SHARD)
+        written = common.each(write_shard, firsts, THREADS)
+        for _ in progress(written, total=len(firsts), desc=f"converting {split}", unit=" shards"):
+            pass
     print(f"{final}: {count:,} samples")
     return 0

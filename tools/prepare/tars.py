@@ -20,9 +20,9 @@ def split_into_parts(root: Path, names: list[str], column: str, size: int) -> li
 
     names, column: see captioned.find_pictures.
     """
-    tars = [name for name in names if _is_tar(root, name)]
-    found = find_pictures(root, [name for name in names if not _is_tar(root, name)], column)
-    parts: list[Part] = [partial(read_tar, root, name) for name in tars]
+    tars = {name: partial(read_tar, root, name) for name in names if _is_tar(root, name)}
+    found = find_pictures(root, [name for name in names if name not in tars], column)
+    parts: list[Part] = [*tars.values()]
     for start in range(0, len(found), size):
         parts.append(partial(iter, found[start : start + size]))
     return parts

@@ -3,26 +3,28 @@
 DIR holds shards of the layout in dataset.py, or train/ and val/ with such shards. Every sample is read by the reader of
 training; its values must be plausible. Then come the numbers of samples, repeated keys, missing shards and the
 encodings of the empty caption. --fast reads names, sizes and the first and last sample of each shard.
-Nothing is written. Exit codes: 0 no problem, 1 a problem, 2 DIR cannot be read.
+Nothing is written. Exit codes: 0 no problem, 1 a problem, 2 refused.
 """
 
 import argparse
 import functools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from flux_ref import dataset
-from flux_ref.cli import Refusal, printable, progress
-from flux_ref.dataset import MEMBERS, BadSample, Meta, SampleLayout, ShardSet
+from flux_ref.cli import Stop, printable, progress
+from flux_ref.dataset import MEMBERS, Meta, SampleLayout, ShardSet
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import common
 
-SHOWN = 20  # problems
+SHOWN = 20  # of the problems
 THREADS = min(8, os.cpu_count() or 1)
 # Far beyond real data, yet random bf16 are sure to leave these ranges. T5's outputs lie in -7 .. 3 (black-forest-labs/
 # flux issue 472), CLIP's in the tens; a latent's standard deviation is 1 / flow.SCALE = 2.8. Diffusers clamps logvar
@@ -47,27 +49,31 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
 
-def look(path: Path, advance: common.Advance, fast: bool, layout: SampleLayout) -> Report:
-    """Read a shard's samples. fast: the first and last one only. advance: is given the bytes that were read."""
+@contextmanager
+def noting(problems: list[str]) -> Iterator[None]:
+    """What ends the block is a problem."""
+    try:
+        yield
+    except (Stop, OSError) as error:
+        problems.append(str(error))
+
+
+def look(path: Path, fast: bool, layout: SampleLayout) -> Report:
+    """Read a shard's samples. fast: the first and last one only."""
     report = Report()
     rows = layout.arrays()
-    try:
+    with noting(report.problems):
         shard = ShardSet([path], layout)
         shard.open()
         report.samples = len(shard)
         positions = sorted({0, len(shard) - 1}) if fast else range(len(shard))
         for position in positions:
             where = f"{path}, sample {position}"
-            try:
+            with noting(report.problems):
                 report.seen.append((shard.read(position, rows), where))
                 for name in MEMBERS:
                     if what := implausible(name, rows[name]):
                         report.problems.append(f"{where}: {what}")
-            except BadSample as error:
-                report.problems.append(str(error))
-            advance(layout.stride)
-    except (Refusal, OSError) as error:
-        report.problems.append(str(error))
     return report
 
 
@@ -101,45 +107,37 @@ def same_keys(seen: Seen) -> Iterator[str]:
 
 def unequal_turns(folder: Path, seen: Seen) -> Iterator[str]:
     """A problem if validation lacks a timestep, or has not each equally often, give or take one."""
-    found = [meta.timestep for meta, _ in seen]
-    turns = [found.count(k) for k in range(TIMESTEPS)]
-    others = len(found) - sum(turns)
-    if others or not min(turns) or max(turns) > min(turns) + 1:
-        yield f"{folder}: want timesteps 0 to {TIMESTEPS - 1} equally often, found {turns} and {others} others"
+    turns = Counter(meta.timestep for meta, _ in seen)
+    if turns.keys() != {*range(TIMESTEPS)} or max(turns.values()) > min(turns.values()) + 1:
+        yield f"{folder}: want timesteps 0 to {TIMESTEPS - 1} equally often, found {dict(turns)}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "dir", type=common.folder, metavar="DIR", help="folder of *.tar shards, or of train/, val/ and empty_encodings/"
-    )
-    add("--config", metavar="FILE", help="expect this config's sizes and numbers of samples (FLUX.1-schnell's)")
+    add("dir", type=Path, metavar="DIR", help="folder of *.tar shards, or of train/, val/ and empty_encodings/")
+    common.add_config(parser)
     add("--fast", action="store_true", help="read only names, sizes and the first and last sample of each shard")
 
 
 def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal; OSError; KeyboardInterrupt."""
-    cfg = common.config(args.config)
+    cfg = args.config
     layout = dataset.sample_layout(cfg.model)
     wanted = {"train": cfg.data.expected_train_samples, "val": cfg.data.expected_val_samples}
     folders = {name: args.dir / name for name in wanted if (args.dir / name).is_dir()}
     alone = "val" if args.dir.resolve().name == "val" else "train"
     task = functools.partial(look, fast=args.fast, layout=layout)
-    problems = []
+    problems: list[str] = []
     lines = []
     for split, folder in (folders or {alone: args.dir}).items():
         paths = []
-        try:
+        with noting(problems):
             paths = dataset.paths_of(folder)
-        except Refusal as error:
-            problems.append(str(error))
         problems += missing_shards(paths)
-        size = sum(path.stat().st_size for path in paths)
-        with progress(total=size, desc=split, unit="B", unit_scale=True, leave=False, disable=args.fast) as bar:
-            reports = common.each(task, paths, THREADS, bar)
         samples = 0
         seen = []
-        for report in reports:
+        reports = common.each(task, paths, THREADS)
+        for report in progress(reports, total=len(paths), desc=split, unit=" shards", leave=False):
             samples += report.samples
             seen += report.seen
             problems += report.problems
@@ -152,15 +150,9 @@ def run(args: argparse.Namespace) -> int:
     empty = args.dir / "empty_encodings"
     if not empty.is_dir():
         empty = args.dir.resolve().parent / empty.name
-    try:
+    with noting(problems):
         dataset.read_empty(empty, layout)
-    except Refusal as error:
-        problems.append(str(error))
 
-    for problem in problems[:SHOWN]:
-        print(printable(problem))
-    if len(problems) > SHOWN:
-        print(f"... and {len(problems) - SHOWN:,} more")
     result = f"FAIL, {len(problems):,} problems" if problems else "PASS"
-    print(*lines, result, sep="\n")
+    print(*map(printable, problems[:SHOWN]), *lines, result, sep="\n")
     return int(bool(problems))

@@ -61,10 +61,9 @@ def check(
         seeds = "\n".join(_seeds([*links], ruleset))
         for link, log in links.items():
             seeds = seeds.replace(link, log.name)
-        if len(logs) < LEAST_RUNS:
-            convergence = Convergence(None, f"needs {LEAST_RUNS} runs")
-        elif any(log.value(mlperf_closed.REHEARSED) for log in logs) and not points:
-            convergence = Convergence(None, "the official points are not for a rehearsal; give --points")
+        is_rehearsal = any(log.value(mlperf_closed.REHEARSED) for log in logs)
+        if len(logs) < LEAST_RUNS or (is_rehearsal and not points):
+            convergence = Convergence(None, f"needs {LEAST_RUNS} runs; for a rehearsal also --points")
         else:
             convergence = _convergence(folder, ruleset, file)
         return complaints, seeds.splitlines(), convergence

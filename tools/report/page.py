@@ -5,7 +5,6 @@ matplotlib is an extra (requirements-report.txt).
 
 import html
 import io
-import math
 import warnings
 from collections import defaultdict
 from typing import Any
@@ -40,13 +39,12 @@ def charts(systems: list[System]) -> list[Any]:
     """A figure of matplotlib for each global batch that has losses."""
     batches = defaultdict(list)
     for system in systems:
-        batch = number(system.value("global_batch_size"))
         if any(run.val_curve for run in system.runs):
-            batches[int(batch) if 0 < batch < math.inf else 0].append(system)
+            batches[number(system.value("global_batch_size"))].append(system)
     return [losses(batch, group) for batch, group in sorted(batches.items())]
 
 
-def losses(batch: int, systems: list[System]) -> Any:
+def losses(batch: Any, systems: list[System]) -> Any:
     """Validation losses of every run of a global batch, beside the target and the band of public runs."""
     from matplotlib.figure import Figure
 

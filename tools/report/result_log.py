@@ -76,11 +76,12 @@ def find(arguments: list[Path]) -> list[tuple[str, list[Path]]]:
     for path in files.values():
         systems.setdefault(_system(path), []).append(path)
 
-    named = []
-    for paths in systems.values():
-        home = os.path.commonpath([path.parent for path in paths])
-        named.append((printable(os.path.relpath(home)), sorted(paths, key=_by_number)))
-    return named
+    return [(printable(os.path.relpath(_home(paths))), sorted(paths, key=_by_number)) for paths in systems.values()]
+
+
+def _home(paths: list[Path]) -> str:
+    """The folder of a system: our own runs have a folder each in it."""
+    return os.path.commonpath([path.parent for path in paths])
 
 
 def _below(folder: Path) -> list[Path]:
@@ -106,9 +107,8 @@ def _system(path: Path) -> tuple:
 
 def read(paths: list[Path], ruleset: str) -> list[ResultLog]:
     """The logs of one system."""
-    is_named = len({path.name for path in paths}) == len(paths)  # each run of ours is result_0.txt in its own folder
-    names = [path.name if is_named else f"{path.parent.name}/{path.name}" for path in paths]
-    return [ResultLog(path, printable(name), ruleset) for path, name in zip(paths, names)]
+    home = _home(paths)
+    return [ResultLog(path, printable(os.path.relpath(path, home)), ruleset) for path in paths]
 
 
 def number(value: Any) -> float:
