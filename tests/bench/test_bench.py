@@ -60,6 +60,7 @@ def test_kernels_are_told_apart_by_their_names():
     }
 
 
+@pytest.mark.slow
 def test_one_process_as_a_rank_of_eight_sends_what_is_planned(tmp_path):
     for own in (
         ["--parallel.kept_regions=0"],
