@@ -124,7 +124,8 @@ def one_nan(precision, world):
     return of_all(moved.tolist() == [number != 3 for number in range(len(moved))])
 
 
-BLOCKS = {"model__hidden": 96, "model__rope_axes": (16, 8, 8), "precision__preset": "mxfp6_fp4"}  # sizes of MX's blocks
+BLOCKS = {"model__hidden": 96, "model__rope_axes": (16, 8, 8), "model__single_blocks": 1}  # sizes of MX's blocks
+BLOCKS |= {"precision__preset": "mxfp6_fp4"}
 
 
 def rounding(world, micro):
