@@ -212,7 +212,7 @@ def step_without_peers(name):
 
 @pytest.mark.parametrize("names", [["some kept"], pytest.param(CASES, marks=pytest.mark.nightly)])
 def test_memory_of_steps_without_peers(names):
-    """Of pairs in fp32 the fullest instant is when gathered weights are copied."""
+    """In the case of pairs in fp32 the fullest instant is when gathered weights are copied."""
     compared = {name: step_without_peers(name) for name in names}
     assert {name: pair for name, pair in compared.items() if pair[0] != pytest.approx(pair[1], rel=0.03)} == {}
 

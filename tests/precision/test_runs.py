@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from conftest import require_identical
 from lively_nets import whole
-from precision_ranks import ROWS, fp8_config, lively_state, rounding, saved_now, steps
+from precision_ranks import BLOCKS, ROWS, fp8_config, lively_state, rounding, saved_now, steps
 
 from flux_ref import checkpoint, config_file
 from flux_ref.checkpoint import load
@@ -15,7 +15,7 @@ from flux_ref.checkpoint import load
 def test_runs_of_several_ranks_round_as_one_does_in_any_micro_batches(size, measured, world):
     """Two steps under mxfp6_fp4: the numbers of each sample and each weight are the same, and no two are."""
     alone = rounding(world, micro=6)
-    model = fp8_config().model
+    model = fp8_config(**BLOCKS).model
     assert measured[size]["rounding"] == alone
     linears = 8 * model.double_blocks + 2 * model.single_blocks
     assert len(alone) == 2 * linears * (3 * ROWS + 1), "input, gradient in two products, and weight"
