@@ -99,6 +99,7 @@ def test_mx_scales_and_codes_are_those_of_torchao():
         is_least = (scales == 0).repeat_interleave(32, 1)
         assert whole is None and torch.equal(casts.scale_codes(own), scales), (kind, rule)
         assert not (differs & ~is_least).any(), (kind, rule)
+    assert casts.fp4_codes(torch.tensor([torch.nan])).item() == 0, "FP4 has no NaN"
 
 
 def test_nvfp4_scales_and_codes_are_those_of_torchao():
