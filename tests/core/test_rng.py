@@ -3,10 +3,12 @@
 import hashlib
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 
 from flux_ref import rng, schedule
 from flux_ref.config import OptimConfig, TrainConfig
@@ -15,6 +17,13 @@ from tools.golden.files import FOLDER, Golden
 
 SHAPE = (2, 4, 6)
 MASK = 2**64 - 1
+
+
+def test_the_numbers_of_the_streams_are_those_of_the_page():
+    page = re.findall(r"^ ?(\d+) ([A-Z_]+)  ", (ROOT / "docs" / "draws.md").read_text(), re.MULTILINE)
+    assert len(page) == 12 and {name: int(number) for number, name in page} == {
+        name: vars(rng)[name] for _, name in page
+    }
 
 
 # docs/draws.md written down a second time, without flux_ref.rng, for many samples at once. The words come from the
