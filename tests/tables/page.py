@@ -56,7 +56,7 @@ In the weight and bias of diffusers' norm_out.linear, shift and scale are swappe
 
 ## Communication
 
-GB one rank sends per optimizer step of one micro-batch, with ring collectives; it receives as much.
+GB that one rank sends per optimizer step of one micro-batch, with ring collectives; it receives as much.
 `flops_and_bytes.sent` has the formulas. "kept" means `parallel.kept_regions=-1`, which gathers the weights once a step.
 
 ```
