@@ -43,7 +43,8 @@ class Difference(NamedTuple):
 
 def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | None:
     """How a value is off; None if it agrees. want: the golden one. NaN differs from all."""
-    if not (yours.dtype == np.float32 if want.dtype.kind == "f" else yours.dtype.kind in "biu"):  # ints of any width
+    fits = yours.dtype == np.float32 if want.dtype.kind == "f" else yours.dtype.kind in "biu"  # integers of any width
+    if not fits:
         cause = f"the numbers may be right; store them in {value.dtype}"
         return Difference(value, f"its dtype is {yours.dtype}, want {value.dtype}", cause=cause)
     if np.atleast_1d(yours).shape != np.atleast_1d(want).shape:  # some frameworks have no scalars
