@@ -300,10 +300,11 @@ def evaluated(run: Replay, samples: int) -> Tensors:
 
 def validation(run: Replay) -> Recorded:
     """What validation draws, and its loss, before training; its loss after some training samples."""
-    cfg = run.replaced(eval__batch=run.cfg.data.expected_val_samples).cfg  # all samples in one batch
+    cfg = run.replaced(eval__batch=run.cfg.data.expected_val_samples + 1).cfg  # all samples, and a row of padding
     val_set = dataloader.ValSet(cfg, 0, 1, pin=False)
     val_set.open()
-    batch = next(val_set.feed(0)).tensors
+    padded = next(val_set.feed(0)).tensors
+    batch = {name: rows[padded["timestep"] != dataloader.PADDING] for name, rows in padded.items()}
     drawn = {name: batch[name] for name in ("t", "latent_eps", "noise")}
     counts = batch["timestep"].bincount(minlength=schedule.TIMESTEPS).float()
     values = drawn | {"losses": losses_of(cfg, run.weights(), batch), "count": counts} | evaluated(run, 0)
