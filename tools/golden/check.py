@@ -42,8 +42,12 @@ class Difference(NamedTuple):
 
 
 def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | None:
-    """How a value is off; None if it agrees. want: the golden one. NaN differs from all."""
-    fits = yours.dtype == np.float32 if want.dtype.kind == "f" else yours.dtype.kind in "biu"  # integers of any width
+    """How a value is off; None if it agrees. NaN differs from all.
+
+    want: the golden one. yours: floats in float32, words, indices and codes in integers of any width.
+    A value of fp32 whose numbers are all bf16 is off, even within its tolerance. So is one of bf16 whose are not.
+    """
+    fits = yours.dtype == np.float32 if want.dtype.kind == "f" else yours.dtype.kind in "biu"
     if not fits:
         cause = f"the numbers may be right; store them in {value.dtype}"
         return Difference(value, f"its dtype is {yours.dtype}, want {value.dtype}", cause=cause)
@@ -56,6 +60,7 @@ def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | N
         rms = float(np.sqrt(np.square(off).mean() / np.square(want, dtype=np.float64).mean()))
         ratio = np.abs(off) / (value.atol + value.rtol * np.abs(want))
     wrong = (yours != want) & ~(ratio <= 1)  # `off` may be 0 for words that differ: it has 53 bits
+
     words, worst, cause = "within tolerance", "", ""
     if wrong.any():
         words = f"{wrong.sum()} of {wrong.size} elements"
@@ -67,6 +72,7 @@ def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | N
             cause = "a division by 0, a root of a negative number, or exp of a large one"
         if value.atol or value.rtol:
             words += f", up to {ratio.max():.3g} x tolerance, rms {rms:.2g}"
+
     if value.dtype == "fp32" and rms < np.inf and is_bf16(yours) and not is_bf16(want):
         words += ", but all its numbers are bf16"
         cause = "it is rounded to bf16; it is fp32"

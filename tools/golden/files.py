@@ -120,7 +120,11 @@ def hints(name: str) -> list[str]:
 
 
 def entry(name: str, dtype: str, array: np.ndarray, given: bool) -> Value:
-    """The entry of a golden value, as the tables describe it. Raises: ValueError for a name without a place."""
+    """The entry of a golden value, as the tables describe it.
+
+    A tolerance of each element is relative, the others are absolute. They are rounded to two digits.
+    Raises: ValueError for a name without a place.
+    """
     kind, meaning, *_ = row("places", name)
     tolerance, unit, why = TABLES["kinds"][kind]
     units = {"each": 0.0, "largest": float(abs(array).max()), "absolute": 1.0}

@@ -92,7 +92,8 @@ def passed(run: Replay, batch: Batch, dtype: torch.dtype) -> Tensors:
         calls.append((*operands_BSHK, result_BSD))
         return result_BSD
 
-    def multiply(x: Tensor, weight: nn.Parameter, bias: Tensor) -> Tensor:  # a PartsLinear's in_parts calls no hook
+    def multiply(x: Tensor, weight: nn.Parameter, bias: Tensor) -> Tensor:
+        # Linears are noted here: the linears of single blocks work in parts, some of them without a call of hooks.
         values[f"{names[weight]}.input"] = x
         result = values[names[weight]] = linear(x, weight, bias)
         return result
@@ -102,6 +103,7 @@ def passed(run: Replay, batch: Batch, dtype: torch.dtype) -> Tensors:
 
     for name, module in net.named_modules():
         module.register_forward_hook(partial(note, name))
+
     with patch.object(model, "attention", attend), patch.object(F, "linear", multiply):
         losses = flow.losses(net, batch, dtype)
     losses.mean().backward()
@@ -120,6 +122,7 @@ def passed(run: Replay, batch: Batch, dtype: torch.dtype) -> Tensors:
     }
     for i in range(net.cfg.double_blocks):
         values[f"double_blocks.{i}.img"], values[f"double_blocks.{i}.txt"] = values[f"double_blocks.{i}"]
+
     for name, call in (("double_blocks.0", calls[0]), ("single_blocks.0", calls[net.cfg.double_blocks])):
         for part, operand_BSHK in zip("qkv", call):
             values[f"{name}.attention.{part}"] = operand_BSHK.transpose(1, 2)
@@ -229,6 +232,7 @@ def after_step(state: TrainState, initial: Tensors, moments_of: list[str]) -> Te
     values: Tensors = {}
     for kind, tensors in moments(state).items():
         values |= named(kind, {name: tensors[name].clone() for name in moments_of} | {"norms": norms(tensors)})
+
     weights = local(state.net)
     values |= named("weights", {name: weights[name].clone() for name in WHOLE})
     return values | {"update_norms": norms({name: weights[name] - initial[name] for name in initial})}
