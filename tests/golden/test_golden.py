@@ -5,10 +5,9 @@ import pytest
 from checking import checked
 from conftest import script
 
-from flux_ref import config_file
 from tools.golden import files, record, training
 from tools.golden.check import main
-from tools.golden.files import CONFIG, FOLDER, Golden
+from tools.golden.files import FOLDER, Golden
 
 KEPT = Golden(FOLDER)
 read = KEPT.arrays.__getitem__
@@ -54,12 +53,9 @@ def test_the_run_shows_what_it_should():
 def test_every_place_is_used_and_every_value_has_one():
     used = {id(files.row("places", value.name)) for value in KEPT.values}
     assert used == {id(row) for row in files.TABLES["places"].values()}
-    rate = config_file.load(FOLDER / CONFIG).optim.lr
     for value in KEPT.values:
-        place = files.place(value.name)
-        assert (value.meaning, value.why) == (place.meaning, place.why)
-        assert (value.atol, value.rtol) == place.tolerances(read(value.name), rate)
-        assert value.inputs == files.inputs_of(value.name) and not any(hint.isupper() for hint in place.hints)
+        assert value == files.entry(value.name, value.dtype, read(value.name), value.given)
+        assert not any(hint.isupper() for hint in files.hints(value.name))
 
 
 def test_write_keeps_bits_that_agree_and_takes_those_that_do_not(tmp_path, monkeypatch, capsys):

@@ -26,7 +26,7 @@ from tools.golden.files import FOLDER, MISTAKES
 DRAWN = draws.draws, draws.full_draws, training.init, draws.full_net
 TRAINED = training.clipping, training.training, training.far
 ON_RANKS = (training.on_two_ranks,)
-VALIDATED = training.validation, training.later_validation
+VALIDATED = (training.validation,)
 IN_BF16 = precision.operations, precision.bf16, training.step_in_bf16
 IN_FP8 = precision.fp8_edges, precision.fp8_linear, precision.delayed_scales
 SDPA = "F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK)"

@@ -20,7 +20,7 @@ def main(golden, out):
     cfg = config_file.replace(config_file.load(folder / CONFIG), **training.PARTS, **places)
     world = ranks.start(cfg.parallel)
     state = Replay(cfg, world, Golden(folder).given()).start()
-    own, batch = next(training.batches(cfg, world.rank, training.RANKS, training.RANKS_STEP))
+    own, batch = training.batch_of(cfg, training.RANKS_STEP, world.rank, training.RANKS)
     loss, norm = trainer.train_step(state.net, state.opt, batch, Health(world.device), cfg)
     rows = ranks.gather_objects({name: value.tolist() for name, value in own.items()} | {"loss": loss.item()})
     if world.rank == 0:

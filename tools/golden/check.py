@@ -12,7 +12,6 @@ command needs numpy, safetensors and tqdm, no torch. Exit codes: 0 all given val
 could be compared.
 """
 
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,19 +21,11 @@ import numpy as np
 
 from flux_ref import cli
 from flux_ref.cli import Options, Refusal, one_line
-from tools.golden import files
-from tools.golden.files import FOLDER, INDEX, MISTAKES, Golden, Value, Values, read_tensors
+from flux_ref.dataset import from_bf16_bits, to_bf16_bits
+from tools.golden.files import FOLDER, INDEX, MISTAKES, Golden, Value, Values, hints, read_tensors
 from tools.json_option import read_json
 
 NAMES_SHOWN = 500  # letters
-ACCEPTED = {  # dtype of a value -> pattern of dtypes of numpy that a dump may hold; bf16 is read as float32
-    "fp32": "float32",
-    "bf16": "float32",
-    "int64": "u?int.*",
-    "uint64": "u?int64",
-    "uint8": "uint8",
-    "bool": "bool|uint8",
-}
 ALIKE = 0.05  # two differences of one mistake in two programs, as a share of their size
 BF16_RMS = 1e-3, 6e-3  # of differences that one rounding to bf16 makes
 OWN_LOSSES = 5e-6  # relative: of losses in bf16 and those that follow from the same prediction
@@ -51,74 +42,60 @@ class Difference(NamedTuple):
 
 
 def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | None:
-    """How a value is off; None if it agrees. want: the golden one. NaN differs from all."""
-    if not re.fullmatch(ACCEPTED[value.dtype], yours.dtype.name):
+    """How a value is off; None if it agrees. NaN differs from all.
+
+    want: the golden one. yours: floats in float32, words, indices and codes in integers of any width.
+    A value of fp32 whose numbers are all bf16 is off, even within its tolerance. So is one of bf16 whose are not.
+    """
+    fits = yours.dtype == np.float32 if want.dtype.kind == "f" else yours.dtype.kind in "biu"
+    if not fits:
         cause = f"the numbers may be right; store them in {value.dtype}"
         return Difference(value, f"its dtype is {yours.dtype}, want {value.dtype}", cause=cause)
-    if yours.shape != want.shape and (yours.shape, want.shape) != ((1,), ()):  # some frameworks have no scalars
+    if np.atleast_1d(yours).shape != np.atleast_1d(want).shape:  # some frameworks have no scalars
         return Difference(value, f"its shape is {list(yours.shape)}, want {value.shape}")
 
-    computed = np.float64 if want.dtype.kind == "f" else want.dtype
     with np.errstate(all="ignore"):  # NaNs, infinities, and values of 0
-        yours = yours.reshape(want.shape).astype(computed)
-        want = want.astype(computed)
-        wrong = is_off(yours, want, value.atol, value.rtol)
-        found = measured(value, want, yours, wrong) if wrong.any() else None
-    if value.dtype == "fp32" and is_bf16(yours) and not is_bf16(want):
-        found = found or Difference(value, "within tolerance", rms=relative_rms(want, yours))
-        words = f"{found.words}, but all its numbers are bf16"
-        return found._replace(words=words, cause="it is rounded to bf16; it is fp32")
-    if not found and value.dtype == "bf16" and not is_bf16(yours):
-        return Difference(value, "it holds numbers that are not bf16; computed in fp32?")
-    return found
+        yours = yours.reshape(want.shape).astype(want.dtype)
+        off = np.subtract(yours, want, dtype=np.float64)
+        rms = float(np.sqrt(np.square(off).mean() / np.square(want, dtype=np.float64).mean()))
+        ratio = np.abs(off) / (value.atol + value.rtol * np.abs(want))
+    wrong = (yours != want) & ~(ratio <= 1)  # `off` may be 0 for words that differ: it has 53 bits
+
+    words, worst, cause = "within tolerance", "", ""
+    if wrong.any():
+        words = f"{wrong.sum()} of {wrong.size} elements"
+        ratio = np.where(wrong, ratio, 0.0)
+        place = np.unravel_index(ratio.argmax(), ratio.shape)
+        worst = f"worst at {[*map(int, place)]}: yours {yours[place]}, golden {want[place]}"
+        if bad := np.count_nonzero(yours != yours):
+            words += f", {bad} of them NaN"
+            cause = "a division by 0, a root of a negative number, or exp of a large one"
+        if value.atol or value.rtol:
+            words += f", up to {ratio.max():.3g} x tolerance, rms {rms:.2g}"
+
+    if value.dtype == "fp32" and rms < np.inf and is_bf16(yours) and not is_bf16(want):
+        words += ", but all its numbers are bf16"
+        cause = "it is rounded to bf16; it is fp32"
+    elif not wrong.any():
+        if value.dtype == "bf16" and not is_bf16(yours):
+            return Difference(value, "it holds numbers that are not bf16; computed in fp32?")
+        return None
+    return Difference(value, words, worst, rms, cause)
 
 
 def is_bf16(array: np.ndarray) -> bool:
-    """Whether there are numbers, and all are those of bf16, which keeps 8 bits."""
-    finite = np.frexp(array[np.isfinite(array)])[0]
-    return finite.size > 0 and not (finite * 2**8 % 1).any()
-
-
-def is_off(yours: np.ndarray, want: np.ndarray, atol: float, rtol: float) -> np.ndarray:
-    """For each element, whether it is off."""
-    if atol == rtol == 0:
-        return yours != want  # differences of unsigned integers would wrap around
-    return ~np.isclose(yours, want, rtol, atol)
-
-
-def measured(value: Value, want: np.ndarray, yours: np.ndarray, wrong: np.ndarray) -> Difference:
-    """How far two arrays of one shape differ where they are wrong."""
-    words = f"{wrong.sum()} of {wrong.size} elements"
-    rms = relative_rms(want, yours)
-    cause = ""
-    if bad := np.count_nonzero(yours != yours):
-        words += f", {bad} of them NaN"
-        cause = "a division by 0, a root of a negative number, or exp of a large one"
-    worst = wrong  # of an exact value: the first one
-    if value.atol or value.rtol:
-        ratio = np.abs(yours - want) / (value.atol + value.rtol * np.abs(want))
-        worst = np.where(wrong, np.nan_to_num(ratio, nan=np.inf, posinf=np.inf), 0.0)
-        words += f", up to {worst.max():.3g} x tolerance, rms {rms:.2g}"
-    place = tuple(map(int, np.unravel_index(worst.argmax(), worst.shape)))
-    return Difference(value, words, f"worst at {list(place)}: yours {yours[place]}, golden {want[place]}", rms, cause)
-
-
-def relative_rms(want: np.ndarray, yours: np.ndarray) -> float:
-    """The difference's root mean square, as a share of the golden value's."""
-    off = np.subtract(yours, want, dtype=np.float64)
-    return float(np.sqrt(np.square(off).mean() / np.square(want, dtype=np.float64).mean()))
+    """Whether all numbers are those of bf16; NaN is none."""
+    return bool((from_bf16_bits(to_bf16_bits(array)) == array).all())
 
 
 def own_losses(golden: Golden, dump: Values) -> Difference | None:
     """How bf16.losses differ from what follows from the dump's own prediction; None if they agree or are not there.
 
-    bf16's tolerance would hide how a loss is computed.
+    bf16's tolerance would hide how a loss is computed. The dump's values are within their tolerances.
     """
-    target = golden.arrays["target"]
-    prediction = dump.get("bf16.prediction", target[:0])
-    if "bf16.losses" not in dump or prediction.shape != target.shape:
+    if not {"bf16.prediction", "bf16.losses"} <= dump.keys():
         return None
-    own = np.square(prediction - target.astype(np.float64)).mean((1, 2))
+    own = np.square(dump["bf16.prediction"] - golden.arrays["target"].astype(np.float64)).mean((1, 2))
     value = next(value for value in golden.values if value.name == "bf16.losses")
     meaning = "mean squared error of each sample of your own bf16.prediction"
     own_value = replace(value, rtol=OWN_LOSSES, meaning=meaning, why="a mean in fp32")
@@ -166,17 +143,16 @@ def explain(golden: Golden, differences: list[Difference]) -> None:
 
 def causes(found: Difference) -> tuple[list[str], list[str]]:
     """What may be wrong: mistakes that are as far off, the nearest first; and what else is known at the place."""
-    hints = files.place(found.value.name).hints
     if found.cause and not found.rms > 0:  # there are no numbers to look at
         return [], [found.cause]
-    known = read_json(FOLDER / MISTAKES).get(found.value.name, {}) if found.rms else {}
-    nearest = sorted((abs(rms / found.rms - 1), cause) for cause, rms in known.items())
-    alike = [cause for off, cause in nearest if off < ALIKE]
+    known = read_json(FOLDER / MISTAKES).get(found.value.name, {})
+    nearest = sorted((abs(rms - found.rms), cause) for cause, rms in known.items())
+    alike = [cause for off, cause in nearest if off < ALIKE * found.rms]
     if found.cause:
         alike.append(found.cause)
     elif found.value.dtype == "fp32" and BF16_RMS[0] < found.rms < BF16_RMS[1]:
         alike.append("an operand, or a step before, is rounded to bf16")
-    return alike, [hint for hint in hints if hint not in alike]
+    return alike, [hint for hint in hints(found.value.name) if hint not in alike]
 
 
 def main(argv: list[str]) -> int:

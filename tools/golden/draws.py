@@ -9,7 +9,7 @@ from flux_ref import model, rng, schedule
 from flux_ref.config import Config, OptimConfig
 from flux_ref.mlperf_closed import TRAIN_SAMPLES
 from tools.golden.files import Values, inputs_of
-from tools.golden.training import Replay, drawn_at
+from tools.golden.training import Replay, drawn_at, named
 
 FULL_SEED = inputs_of("full.sample")["seed"]
 TIMES = ("draws.t", "draws.t.shift", "draws.t.logit_normal", "draws.t.logit_normal_shift")
@@ -65,7 +65,8 @@ def full_draws(run: Replay) -> Values:
     """Samples, drops and times of the benchmark's training set: a first batch, and where epochs begin."""
     train = replace(Config().train, seed=FULL_SEED)
     rows = drawn_at(run.given["full.positions"].tolist(), TRAIN_SAMPLES, train)
-    return {f"full.{name}": rows[name] for name in ("sample", "drop", "t")}
+    del rows["epoch"]
+    return named("full", rows)
 
 
 def full_net(_: Replay) -> Values:

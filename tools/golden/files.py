@@ -1,11 +1,9 @@
 """The golden values on the disk, and the file of values that a port writes."""
 
 import hashlib
-import math
 import re
 import tomllib
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 import safetensors
 
 from flux_ref.cli import Refusal, one_line, printable
+from flux_ref.dataset import from_bf16_bits
 from flux_ref.files import read_bytes
 from tools.json_option import read_json
 
@@ -92,37 +91,13 @@ def read_tensors(path: Path) -> Values:
         dtype = entry["dtype"]
         if dtype not in READ_AS:
             raise Refusal(f"{path}: {printable(name)[:100]} has dtype {dtype}; write one of {', '.join(READ_AS)}")
-        array = np.frombuffer(entry["data"], READ_AS[dtype], math.prod(entry["shape"])).reshape(entry["shape"])
-        if dtype == "BF16":
-            array = (array.astype(np.uint32) << 16).view(np.float32)
-        arrays[name] = array
+        array = np.frombuffer(entry["data"], READ_AS[dtype]).reshape(entry["shape"])
+        arrays[name] = from_bf16_bits(array) if dtype == "BF16" else array
     return arrays
 
 
 def checksum(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-@dataclass(frozen=True)
-class Place:
-    """What values are, how exact they are, and what a port may have done wrong where they differ.
-
-    A value may be off by `tolerance` times a unit: "largest", the largest magnitude of its elements; "each", each
-    element; or "rate", the learning rate.
-    """
-
-    tolerance: float
-    unit: str
-    why: str  # the reason of the tolerance
-    meaning: str
-    hints: list[str]
-
-    def tolerances(self, golden: np.ndarray, rate: float) -> tuple[float, float]:
-        """(atol, rtol) of a value. rate: the run's learning rate."""
-        if self.unit == "each" or self.tolerance == 0:
-            return 0.0, self.tolerance
-        largest = rate if self.unit == "rate" else np.abs(golden.astype(np.float64)).max()
-        return float(f"{self.tolerance * largest:.1e}"), 0.0
 
 
 TABLES = tomllib.loads(Path(__file__).with_name("places.toml").read_text(encoding="utf-8"))
@@ -133,14 +108,26 @@ def row(table: str, name: str) -> Any:
     return next((found for pattern, found in TABLES[table].items() if re.fullmatch(pattern, name)), {})
 
 
-def place(name: str) -> Place:
-    """The place of a value. A hint in the table may be the name of shared ones. Raises: ValueError without a place."""
-    kind, meaning, *hints = row("places", name)
-    words = chain.from_iterable(TABLES["hints"].get(hint, [hint]) for hint in hints)
-    tolerance, unit, why = TABLES["kinds"][kind]
-    return Place(tolerance, unit, why, meaning, [*words])
-
-
 def inputs_of(name: str) -> dict:
     """What a value is computed from, where the table says so."""
     return row("inputs", name)
+
+
+def hints(name: str) -> list[str]:
+    """What a port may have done wrong where a value differs. A hint in the table may be the name of shared ones."""
+    _, _, *listed = row("places", name)
+    return [words for hint in listed for words in TABLES["hints"].get(hint, [hint])]
+
+
+def entry(name: str, dtype: str, array: np.ndarray, given: bool) -> Value:
+    """The entry of a golden value, as the tables describe it.
+
+    A tolerance of each element is relative, the others are absolute. They are rounded to two digits.
+    Raises: ValueError for a name without a place.
+    """
+    kind, meaning, *_ = row("places", name)
+    tolerance, unit, why = TABLES["kinds"][kind]
+    units = {"each": 0.0, "largest": float(abs(array).max()), "absolute": 1.0}
+    atol = float(f"{tolerance * units[unit]:.1e}")
+    rtol = tolerance if unit == "each" else 0.0
+    return Value(name, [*array.shape], dtype, given, meaning, atol, rtol, why, inputs_of(name))

@@ -5,14 +5,13 @@ import re
 import torch
 from torch import nn
 
-from flux_ref import flow, model
+from flux_ref import flow, model, sharding
 from flux_ref.config import Config, PrecisionConfig
 from flux_ref.precision.casts import scale_of_magnitude
 from flux_ref.precision.fp8 import cast, magnitudes, scales_of
 from flux_ref.precision.linear import PolicyLinear
-from flux_ref.precision.recipe import PrecisionRecipe
 from tools.golden.files import inputs_of
-from tools.golden.training import CPU, Replay, Tensors, batches, named, passed, plain
+from tools.golden.training import Replay, Tensors, batch_of, named, passed
 
 LAYER = "single_blocks.0.linear1"  # as a policy names a linear; any will do
 KEPT = re.compile(
@@ -26,8 +25,8 @@ MI300X = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 
 def bf16(run: Replay) -> Tensors:
     """The first batch in bf16."""
-    _, batch = next(batches(run.cfg))
-    values = passed(plain(run.cfg.model, run.weights(), torch.bfloat16), batch, torch.bfloat16)
+    _, batch = batch_of(run.cfg)
+    values = passed(run, batch, torch.bfloat16)
     return named("bf16", {name: value for name, value in values.items() if KEPT.fullmatch(name)})
 
 
@@ -83,15 +82,14 @@ def fp8_linear(run: Replay) -> Tensors:
         values[f"{name}.bits"] = cast(operand, scale, dtype).view(torch.uint8)
 
     linear = nn.Linear(48, 16, dtype=torch.bfloat16)
-    linear.weight = nn.Parameter(weight)
-    linear.bias = nn.Parameter(fed["bias"].bfloat16())
+    linear.load_state_dict({"weight": weight, "bias": fed["bias"]})
     in_fp8 = PolicyLinear(linear, LAYER, Config(precision=PrecisionConfig(preset="fp8")), "cpu")
 
     x.requires_grad_()
     y = in_fp8(x)
     y.backward(grad)
-    gradients = {"grad_x": x.grad, "grad_weight": in_fp8.weight.grad, "grad_bias": in_fp8.bias.grad}
-    return named("fp8", values | {"y": y} | gradients)
+    results = {"y": y, "grad_x": x.grad, "grad_weight": in_fp8.weight.grad, "grad_bias": in_fp8.bias.grad}
+    return named("fp8", values | results)
 
 
 def delayed_scales(run: Replay) -> Tensors:
@@ -105,10 +103,7 @@ def delayed_scales(run: Replay) -> Tensors:
         precision__history=about["history"],
         precision__dynamic_steps=0,
     )
-    recipe = PrecisionRecipe(small.cfg)
-    net = model.Flux(small.cfg.model)
-    recipe.convert(net, CPU)
-    recipe.find(net, CPU)
+    recipe = sharding.build(small.cfg, run.world, None).recipe
     scales = []
     for magnitude in map(float, about["magnitudes"]):
         recipe.amaxes[0].fill_(magnitude)

@@ -9,8 +9,7 @@ CPU rounds otherwise.
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,9 @@ from flux_ref import cli, config_file, ranks
 from flux_ref.cli import Options
 from flux_ref.files import whole, write_whole
 from flux_ref.ranks import World
-from tools.golden import files
 from tools.golden.check import compare, report
 from tools.golden.draws import draws, full_draws, full_net
-from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden, Value, Values, checksum
+from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden, Values, checksum, entry
 from tools.golden.precision import bf16, delayed_scales, fp8_edges, fp8_linear, operations
 from tools.golden.training import (
     CPU,
@@ -36,7 +34,6 @@ from tools.golden.training import (
     clipping,
     far,
     init,
-    later_validation,
     on_two_ranks,
     step_in_bf16,
     training,
@@ -54,7 +51,6 @@ PARTS: tuple[Part, ...] = (  # all values, in order of computation
     far,
     on_two_ranks,
     validation,
-    later_validation,
     operations,
     bf16,
     step_in_bf16,
@@ -63,18 +59,24 @@ PARTS: tuple[Part, ...] = (  # all values, in order of computation
     delayed_scales,
     full_net,
 )
-DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}  # others: as torch names them
 
 
 def record(*parts: Part, **keys: Any) -> dict[str, tuple[str, np.ndarray]]:
-    """dtype and array of the values of some parts; of all without any. keys: others of the config, as section__key."""
+    """dtype and array of the values of some parts; of all without any. keys: others of the config, as section__key.
+
+    They are computed on the CPU, also where there is an accelerator.
+    """
     data_set = {f"data__{split}": f"{FOLDER / DATA}/{split}" for split in ("train", "val")}
     cfg = config_file.replace(config_file.load(FOLDER / CONFIG), **data_set, **keys)
     values: Recorded = {}
-    with one_process() as world:
+    dist.init_process_group(ranks.BACKENDS["cpu"], store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world = World(0, 1, CPU, ranks.make_mesh("cpu", size=1, replicate=1))
         run = Replay(cfg, world, Golden(FOLDER).given())
         for part in parts or PARTS:
             values |= part(run)
+    finally:
+        ranks.stop()
     return {name: plainly(value) for name, value in values.items()}
 
 
@@ -85,34 +87,19 @@ def arrays(*parts: Part, **keys: Any) -> Values:
 
 def plainly(value: Any) -> tuple[str, np.ndarray]:
     """dtype and array of a value. The array of a value in bf16 is fp32, which is exact."""
-    tensor = torch.as_tensor(value).detach()
-    dtype = DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-    if dtype == "bf16":
-        tensor = tensor.float()
-    return dtype, np.array(tensor.numpy(), order="C")  # safetensors writes the memory as it lies
-
-
-@contextmanager
-def one_process() -> Iterator[World]:
-    """A world of this process alone. It is on the CPU, also where there is an accelerator."""
-    dist.init_process_group(ranks.BACKENDS["cpu"], store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield World(0, 1, CPU, ranks.make_mesh("cpu", size=1, replicate=1))
-    finally:
-        ranks.stop()
+    tensor = torch.as_tensor(value).detach().contiguous()  # safetensors writes the memory as it lies
+    dtype = str(tensor.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+    return dtype, (tensor.float() if dtype == "bf16" else tensor).numpy()
 
 
 def write(folder: Path) -> None:
     """Record all values but the given ones, which stay as they are, into a folder. Raises: Refusal."""
     golden = Golden(FOLDER)
     given = golden.given()
-    rate = config_file.load(FOLDER / CONFIG).optim.lr
     arrays = {}
     entries = []
     for name, (dtype, array) in record().items():
-        place = files.place(name)
-        about = place.meaning, *place.tolerances(array, rate), place.why, files.inputs_of(name)
-        value = Value(name, [*array.shape], dtype, name in given, *about)
+        value = entry(name, dtype, array, name in given)
         entries.append(json.dumps(asdict(value)))
         is_known = name in golden.arrays and not compare(value, golden.arrays[name], array)
         arrays[name] = golden.arrays[name] if is_known else array

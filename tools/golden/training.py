@@ -1,23 +1,22 @@
 """The golden values of training and validation: initial weights, clipping, steps, two ranks, evaluation."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterable
 from functools import cache, partial
-from itertools import count
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional as F
 
 from flux_ref import config_file, dataloader, dataset, evaluate, flow, model, optim, rng, schedule, sharding
 from flux_ref.config import Config, ModelConfig, TrainConfig
 from flux_ref.dataloader import Batch
 from flux_ref.ranks import World
 from flux_ref.sharding import ShardedFlux, named_parameters
-from flux_ref.trainer import Health, Trainer, TrainState, train_step
+from flux_ref.trainer import Health, TrainState, Validator, train_step
 from tools.golden.files import TABLES, Values, inputs_of
 
 # B batch  S tokens of a sequence, text first  H heads  K head dim  D hidden
@@ -39,8 +38,8 @@ class Replay(NamedTuple):
 
     def tensors(self, prefix: str) -> Tensors:
         """The given values of a prefix, by the rest of their names."""
-        found = [name for name in self.given if name.startswith(prefix)]
-        return {name.removeprefix(prefix): torch.from_numpy(self.given[name]) for name in found}
+        found = {name: torch.from_numpy(array) for name, array in self.given.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
     def weights(self) -> Tensors:
         return self.tensors("weights.")
@@ -51,8 +50,7 @@ class Replay(NamedTuple):
         weights = self.weights()
         with torch.no_grad():
             for name, parameter in named_parameters(net).items():
-                first, rows = sharding.local_rows(parameter)
-                rows.copy_(weights[name][first : first + len(rows)])
+                parameter.copy_(distribute_tensor(weights[name], parameter.device_mesh, parameter.placements))
         return TrainState(net, self.cfg, self.world)
 
 
@@ -80,47 +78,44 @@ def gradients(net: nn.Module) -> Tensors:
     return {name: weight.grad for name, weight in net.named_parameters() if weight.grad is not None}
 
 
-def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
-    """What one pass over a batch computes, in order, and the gradients of the mean loss. The net keeps the hooks."""
-    values: dict[str, Any] = {}
+def passed(run: Replay, batch: Batch, dtype: torch.dtype) -> Tensors:
+    """What one pass of the given weights over a batch computes, in order, and the gradients of the mean loss."""
+    net = plain(run.cfg.model, run.weights(), dtype)
+    values: dict[str, Any] = {"rope": net.rope}
     calls: list[tuple[Tensor, ...]] = []  # of attention, block by block: operands and result
     attention = model.attention
-    in_parts = model.PartsLinear.in_parts
+    linear = F.linear
+    names = {weight: name.removesuffix(".weight") for name, weight in net.named_parameters()}
 
     def attend(*operands_BSHK: Tensor) -> Tensor:
         result_BSD = attention(*operands_BSHK)
         calls.append((*operands_BSHK, result_BSD))
         return result_BSD
 
-    def note(name: str, module: nn.Module, args: tuple[Tensor, ...], result: Any) -> None:
-        is_norm = name.endswith(("query_norm", "key_norm"))  # of queries or keys, (B, S, H, K)
-        values[f"{name}.input"] = args[0]
-        values[name] = result.transpose(1, 2) if is_norm else result
+    def multiply(x: Tensor, weight: nn.Parameter, bias: Tensor) -> Tensor:
+        # Linears are noted here: the linears of single blocks work in parts, some of them without a call of hooks.
+        values[f"{names[weight]}.input"] = x
+        result = values[names[weight]] = linear(x, weight, bias)
+        return result
 
-    def note_parts(linear: model.PartsLinear, parts: tuple[Tensor, ...], widths: Sequence[int]) -> Sequence[Tensor]:
-        results = in_parts(linear, parts, widths)
-        note(names[linear], linear, (torch.cat(parts, dim=-1),), torch.cat(list(results), dim=-1))
-        return results
+    def note(name: str, module: nn.Module, _: object, result: Any) -> None:
+        values[name] = result.transpose(1, 2) if isinstance(module, model.RMSNorm) else result
 
-    names = {module: name for name, module in net.named_modules()}
-    for module, name in names.items():
-        if not isinstance(module, model.PartsLinear):
-            module.register_forward_hook(partial(note, name))
+    for name, module in net.named_modules():
+        module.register_forward_hook(partial(note, name))
 
-    with patch.object(model, "attention", attend), patch.object(model.PartsLinear, "in_parts", note_parts):
+    with patch.object(model, "attention", attend), patch.object(F, "linear", multiply):
         losses = flow.losses(net, batch, dtype)
     losses.mean().backward()
     latent = flow.sample_latent(batch["mean"], batch["logvar"], batch["latent_eps"])
-    noise = batch["noise"]
 
     values |= {
-        "rope": net.rope,
         "latent": latent,
-        "x_t": flow.interpolate(latent, noise, batch["t"]),
-        "target": flow.pack(noise - latent),
+        "x_t": flow.interpolate(latent, batch["noise"], batch["t"]),
+        "target": flow.pack(batch["noise"] - latent),
         "img": values["img_in.input"],
         "timestep_embedding": model.timestep_embedding(batch["t"]),
-        "vec": values["double_blocks.0.img_mod.input"],
+        "vec": values["time_in"] + values["vector_in"],
         "prediction": values["final_layer.linear"],
         "losses": losses,
         "loss": losses.mean(),
@@ -188,20 +183,16 @@ def drawn_at(positions: Iterable[int], count: int, train: TrainConfig) -> Values
     return {name: np.array(column) for name, column in zip(("epoch", "sample", "drop", "t"), zip(*rows))}
 
 
-def batches(cfg: Config, rank: int = 0, size: int = 1, first: int = 0) -> Iterator[tuple[Values, Batch]]:
-    """What a rank takes in the steps from `first` on: epoch, sample, drop and time of each row; and the batch.
+def batch_of(cfg: Config, step: int = 0, rank: int = 0, size: int = 1) -> tuple[Recorded, Batch]:
+    """What a rank takes in a step, as a run that goes on there: epoch, sample, drop and time of each row; the batch.
 
-    Steps count from 0. The batch is filled anew for each step.
+    Steps count from 0.
     """
-    train = cfg.train
     train_set = dataloader.TrainSet(cfg, rank, size, pin=False)
     train_set.open()
-    batch = dataloader.allocate(cfg.model, train.global_batch // size)
-    with closing(train_set.feed(first * train.global_batch)) as feed:
-        for number in count(first):
-            dataloader.copy_next(feed, batch)
-            rows = drawn_at(dataloader.rank_slice(cfg, number, rank, size), cfg.data.expected_train_samples, train)
-            yield rows | {"t": batch["t"].numpy().copy()}, batch
+    batch = next(train_set.feed(step * cfg.train.global_batch)).tensors
+    positions = dataloader.rank_slice(cfg, step, rank, size)
+    return drawn_at(positions, cfg.data.expected_train_samples, cfg.train) | {"t": batch["t"]}, batch
 
 
 def losses_of(cfg: Config, weights: Tensors, batch: Batch) -> Tensor:
@@ -216,38 +207,35 @@ def training(run: Replay) -> Recorded:
     cfg = run.cfg
     state = run.start()
     initial = run.weights()
-    for number, (rows, batch) in zip(range(1, STEPS + 1), batches(cfg)):
-        place = f"step{number}"
+    for step in range(STEPS):
+        place = f"step{step + 1}"
+        rows, batch = batch_of(cfg, step)
         values |= named(place, rows)
-        if number == 1:
-            values |= named("batch", {name: batch[name].clone() for name in BATCH})
-            values |= passed(plain(cfg.model, initial), batch, torch.float32)
+        if step == 0:
+            values |= named("batch", {name: batch[name] for name in BATCH}) | passed(run, batch, torch.float32)
         else:
             values[f"{place}.losses"] = losses_of(cfg, local(state.net), batch)
 
-        state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim))
+        state.opt.lr.fill_(schedule.lr(step, cfg.optim))
         loss, norm = train_step(state.net, state.opt, batch, Health(CPU), cfg)
 
         coefficient = (cfg.optim.clip_norm / (norm + optim.CLIP_EPS)).clamp(max=1.0)
         done = {"loss": loss, "grad_norm": norm, "clip_coefficient": coefficient, "lr": state.opt.lr.clone()}
         values |= named(place, done)
-        if number in (1, STEPS):
-            values |= named(place, after_step(state, initial, with_moments=number == 1))
-    return values
+        if step == 0:
+            values |= named(place, after_step(state, initial, moments_of=WHOLE))
+    return values | named(place, after_step(state, initial, moments_of=[]))
 
 
-def after_step(state: TrainState, initial: Tensors, with_moments: bool) -> Tensors:
-    """Norms of the moments, weights, and how far the weights have moved. with_moments: some moments, too."""
+def after_step(state: TrainState, initial: Tensors, moments_of: list[str]) -> Tensors:
+    """Moments of some parameters, norms of all; some weights, and how far all have moved."""
     values: Tensors = {}
     for kind, tensors in moments(state).items():
-        if with_moments:
-            values |= named(kind, {name: tensors[name].clone() for name in WHOLE})
-        values[f"{kind}.norms"] = norms(tensors)
+        values |= named(kind, {name: tensors[name].clone() for name in moments_of} | {"norms": norms(tensors)})
 
     weights = local(state.net)
     values |= named("weights", {name: weights[name].clone() for name in WHOLE})
-    values["update_norms"] = norms({name: weights[name] - initial[name] for name in initial})
-    return values
+    return values | {"update_norms": norms({name: weights[name] - initial[name] for name in initial})}
 
 
 def on_two_ranks(run: Replay) -> Recorded:
@@ -261,7 +249,7 @@ def on_two_ranks(run: Replay) -> Recorded:
     each = []
     net = plain(cfg.model, run.weights())
     for rank in range(RANKS):
-        rows, batch = next(batches(cfg, rank, RANKS, RANKS_STEP))
+        rows, batch = batch_of(cfg, RANKS_STEP, rank, RANKS)
         losses = flow.losses(net, batch, torch.float32)
         (losses.mean() / RANKS).backward()  # gradients add up over ranks
         state = run.start()
@@ -275,7 +263,7 @@ def on_two_ranks(run: Replay) -> Recorded:
 
 def far(run: Replay) -> Recorded:
     """The batch of a late step, as a run takes it that goes on there."""
-    rows, batch = next(batches(run.cfg, first=FAR_STEP))
+    rows, batch = batch_of(run.cfg, FAR_STEP)
     return named("far", rows | {name: batch[name] for name in ("t5", "clip")})
 
 
@@ -285,9 +273,10 @@ def step_in_bf16(run: Replay) -> Tensors:
     cfg = run.cfg
     state = run.start()
     state.opt.lr.fill_(schedule.lr(0, cfg.optim))
-    _, batch = next(batches(cfg))
+    _, batch = batch_of(cfg)
     update = state.opt.step
-    before = local(state.net)[WEIGHT].clone()
+    weight = local(state.net)[WEIGHT]
+    before = weight.clone()
     values = {}
 
     def noted() -> Tensor:
@@ -297,41 +286,31 @@ def step_in_bf16(run: Replay) -> Tensors:
 
     with patch.object(state.opt, "step", noted):
         train_step(state.net, state.opt, batch, Health(CPU), cfg)
-    after = local(state.net)[WEIGHT]
-    moved = (after - before).sum(1)
-    return named("bf16.step", values | {f"weights.{WEIGHT}": after, f"moved.{WEIGHT}": moved})
+    moved = (weight - before).sum(1)
+    return named("bf16.step", values | {f"weights.{WEIGHT}": weight, f"moved.{WEIGHT}": moved})
 
 
-def validated(run: Replay, samples: int) -> tuple[Tensors, list[Tensors]]:
-    """(losses, what each batch holds) of the validation of the given weights after so many training samples.
+def evaluated(run: Replay, samples: int) -> Tensors:
+    """The validation loss of the given weights after so many training samples.
 
     The last batch holds one sample; its other rows are padding.
     """
     val_set = dataloader.ValSet(run.cfg, 0, 1, pin=False)
     val_set.open()
-    validator = Trainer(run.start(), run.cfg, run.world)
-    batches: list[Tensors] = []
-
-    def note(_: str) -> None:
-        batch = validator.val_batch
-        found = batch | {"losses": losses_of(run.cfg, run.weights(), batch)}
-        is_sample = batch["timestep"] >= 0
-        batches.append({name: found[name][is_sample] for name in ("t", "latent_eps", "noise", "losses")})
-
-    result = evaluate.validation_loss(validator, val_set, samples, note)
+    result = evaluate.validation_loss(Validator(run.start().net, run.cfg, run.world), val_set, samples)
     losses = {"loss_per_timestep": result.val_loss_per_timestep, "loss": result.val_loss}
-    return {name: torch.tensor(value) for name, value in losses.items()}, batches
-
-
-def later_validation(run: Replay) -> Tensors:
-    """The validation loss after some training samples."""
-    losses, _ = validated(run, inputs_of("val.later.loss")["evaluation"])
-    return named("val.later", losses)
+    return {name: torch.tensor(value) for name, value in losses.items()}
 
 
 def validation(run: Replay) -> Recorded:
-    """The validation loss before training."""
-    losses, batches = validated(run, samples=0)
-    values: Recorded = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-    counts = np.bincount(run.given["data.val.timestep"], minlength=schedule.TIMESTEPS)
-    return named("val", values | {"count": counts.astype(np.float32)} | losses)
+    """What validation draws, and its loss, before training; its loss after some training samples."""
+    cfg = run.replaced(eval__batch=run.cfg.data.expected_val_samples + 1).cfg  # all samples, and a row of padding
+    val_set = dataloader.ValSet(cfg, 0, 1, pin=False)
+    val_set.open()
+    padded = next(val_set.feed(0)).tensors
+    batch = {name: rows[padded["timestep"] != dataloader.PADDING] for name, rows in padded.items()}
+    drawn = {name: batch[name] for name in ("t", "latent_eps", "noise")}
+    counts = batch["timestep"].bincount(minlength=schedule.TIMESTEPS).float()
+    values = drawn | {"losses": losses_of(cfg, run.weights(), batch), "count": counts} | evaluated(run, 0)
+    later = evaluated(run, inputs_of("val.later.loss")["evaluation"])
+    return named("val", values | named("later", later))
