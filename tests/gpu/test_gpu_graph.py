@@ -15,7 +15,7 @@ from flux_ref.trainer import TrainState
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 ON = {"compute__cuda_graphs": "on", "compute__dtype": "bf16"}
-COMPILED = {"model__single_blocks": 1, "compute__compile": True}
+COMPILED = {"parallel__region_blocks": 2, "compute__compile": True}
 EXIT_S = 20.0  # a process group that waits for a graph never ends
 CAPTURED_TRAIN = "tests/helpers/captured_train.py"
 

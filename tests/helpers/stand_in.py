@@ -3,6 +3,7 @@
     graphs   A capture runs the work once, may not wait for the device, and takes back what the work has written.
              Compiled work it does not run. A replay runs the work anew, under the limits of a graph. LOG tells
              what happened.
+    compiler Traces regions and their backward as always, but runs them without Inductor, whose C++ takes minutes.
     waits    While torch.cuda.set_sync_debug_mode says "error", an operation whose result the host reads raises.
     memory   Each graph takes one byte in torch's pool and one outside of it. The device has ROOM bytes more.
     devices  There are two. Their ranks are processes on the CPU.
@@ -159,6 +160,9 @@ def install(replace=setattr):
         if name == "error":
             modes.enter_context(NoWaits())
 
+    def compile_without_inductor(region, **_):
+        torch.nn.Module.compile(region, fullgraph=True, dynamic=False, backend="aot_eager")
+
     made = graphs.CapturedTrainer.__init__
 
     def init(steps, *args):
@@ -167,6 +171,7 @@ def install(replace=setattr):
 
     stand_ins = (
         (graphs.CapturedTrainer, "__init__", init),
+        (sharding.Region, "compile", compile_without_inductor),
         (ranks, "_device", lambda local_rank: CPU),
         (accelerator, "device_count", lambda: 2),
         (accelerator, "synchronize", lambda *_: LOG.append("synchronize")),

@@ -43,8 +43,8 @@ Each key with its default; `python train.py --help` explains all of them and giv
 
 {count} tensors, {elements:,} parameters. Master weights, moments and gradient shards are fp32. Every parameter decays.
 
-- `*` stands for the number of a block. A weight has the shape (outputs, inputs). Each weight has a bias (outputs),
-  which starts at 0; in diffusers' files its name changes the same way.
+- `*` stands for the number of a block. A weight has the shape (outputs, inputs). Each weight has a bias of
+  shape (outputs), which starts at 0; its name in diffusers' files is the weight's with `.bias` for `.weight`.
 - "normal s" has the standard deviation s; "uniform w" is between -w and w.
 - FP8: the presets of [precision](precision.md) may cast this weight.
 

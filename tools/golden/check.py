@@ -61,7 +61,9 @@ def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | N
         ratio = np.abs(off) / (value.atol + value.rtol * np.abs(want))
     wrong = (yours != want) & ~(ratio <= 1)  # `off` may be 0 for words that differ: it has 53 bits
 
-    words, worst, cause = "within tolerance", "", ""
+    words = "within tolerance"
+    worst = ""
+    cause = ""
     if wrong.any():
         words = f"{wrong.sum()} of {wrong.size} elements"
         ratio = np.where(wrong, ratio, 0.0)
