@@ -24,7 +24,7 @@ from mlperf_logging.package_checker.seed_checker import SeedChecker
 from mlperf_logging.rcp_checker import rcp_checker
 
 from flux_ref import mlperf_closed
-from tools.report.result_log import ResultLog, number
+from tools.report.result_log import ResultLog
 
 LEAST_RUNS = 3  # a mean without the best and the worst needs as many
 # The compliance checker builds the name of a rule file from these values, and runs the code in that file.
@@ -58,7 +58,9 @@ def check(
         complaints = [_compliance(log, link, ruleset) for link, log in links.items()]
         if any(log.value("submission_division") == "open" for log in logs):
             return complaints, [], None
-        seeds = "\n".join(_seeds([*links], ruleset))
+        with _asking("seed") as told:
+            SeedChecker(ruleset).check_seeds(links)
+        seeds = "\n".join(_lines(told, logging.ERROR)).rpartition("errors: ")[2]
         for link, log in links.items():
             seeds = seeds.replace(link, log.name)
         is_rehearsal = any(log.value(mlperf_closed.REHEARSED) for log in logs)
@@ -82,12 +84,6 @@ def _compliance(log: ResultLog, path: str, ruleset: str) -> list[str]:
     return [textwrap.shorten(text.partition("\ncurrent ")[0], 300) for text in complaints]
 
 
-def _seeds(links: list[str], ruleset: str) -> list[str]:
-    with _asking("seed") as told:
-        SeedChecker(ruleset).check_seeds(links)
-    return [line.rpartition("errors: ")[2] for line in _lines(told, logging.ERROR)]
-
-
 def _convergence(folder: str, ruleset: str, points: io.StringIO | None) -> Convergence:
     answer = None
     with _asking("convergence") as told:
@@ -106,7 +102,7 @@ def _convergence(folder: str, ruleset: str, points: io.StringIO | None) -> Conve
         return Convergence(False, " ".join(_lines(told, logging.WARNING)))
     passed, message, factor = answer
     point: Any = next((record.args for record in told if record.msg == " RCP Record: %s"), {})
-    return Convergence(passed, message, factor, number(point.get("RCP Mean")), number(point.get("Min Epochs")))
+    return Convergence(passed, message, factor, point.get("RCP Mean", nan), point.get("Min Epochs", nan))
 
 
 def _lines(told: list[logging.LogRecord], least: int) -> list[str]:
