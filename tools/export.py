@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--format", choices=("bfl", "diffusers"), default="bfl")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--ema", action="store_true", help="the average of the weights")
     parser.add_argument("--config", help="a config with the sizes of the model")
     args = parser.parse_args(argv)

@@ -58,7 +58,6 @@ class Encoders:
 
         Raises: Refusal for files that do not fit the model.
         """
-        self.device = device
         self.autoencoder: Any = load_autoencoder(home, device)
         self.t5, self.clip = text_encoders(home, model, device, dtype)
 
@@ -70,7 +69,7 @@ class Encoders:
     @torch.no_grad()
     def encode(self, pixels_B3HW: Tensor, captions: Sequence[str]) -> dict[str, np.ndarray]:
         """encode_text and {"mean", "logvar": (B, C, Y, X)} at the autoencoder's own scale; pixels are uint8."""
-        pixels_B3HW = pixels_B3HW.to(self.device).float() / 127.5 - 1
+        pixels_B3HW = pixels_B3HW.to(self.autoencoder.device).float() / 127.5 - 1
         moments = self.autoencoder.encode(pixels_B3HW).latent_dist.parameters
         mean, logvar = np.split(_bits(moments), 2, axis=1)
         return self.encode_text(captions) | {"mean": mean, "logvar": logvar}
@@ -102,8 +101,8 @@ def make_part(args: Namespace, nets: Encoders, bar: tqdm, number: int, part: Par
             for i, name in enumerate(names):
                 split = _split(name, args.val_share)
                 own = {kind: bits[i] for kind, bits in members.items()}
-                key = key_of(f"{split}_{number:06d}", count)
-                dataset.add(shard(split), Meta(key, caption=captions[i]), own)
+                meta = Meta(key_of(f"{split}_{number:06d}", count), caption=captions[i])
+                dataset.add(shard(split), meta, own)
                 count += 1
     files.write_whole(done, "".join(rejected))
 
@@ -146,8 +145,10 @@ def _require_enough(args: Namespace, parts: list[Part]) -> None:
         if found >= wanted:
             return
     kinds = ", ".join(f"{kind}: {count}" for kind, count in found.items()) or "nothing"
-    want = f"at least {wanted['train']} train and {wanted['val']} val"
-    raise Refusal(f"--input {args.input} gives {kinds}; want {want}; add pictures or change --val-share")
+    raise Refusal(
+        f"--input {args.input} gives {kinds}; want at least {wanted['train']} train and {wanted['val']} val;"
+        " add pictures or change --val-share"
+    )
 
 
 def _finish(args: Namespace, nets: Encoders) -> str:
@@ -176,11 +177,12 @@ def _finish(args: Namespace, nets: Encoders) -> str:
     return f"{len(train):,} training and {len(val):,} validation samples; {rejected:,} rejected, see rejected.tsv"
 
 
-def _made_from(args: Namespace, model: ModelConfig, listed: list[str]) -> dict:
+def _made_from(args: Namespace, listed: list[str]) -> dict:
     """What must be the same when a stopped command goes on."""
     names = ("input", "val_share", "caption_column", "model", "dtype")
     digest = hashlib.sha256("\n".join(listed).encode(errors="surrogateescape")).hexdigest()
-    return {name: str(getattr(args, name)) for name in names} | dataset.sample_layout(model).shapes | {"files": digest}
+    shapes = dataset.sample_layout(args.config.model).shapes
+    return {name: str(getattr(args, name)) for name in names} | shapes | {"files": digest}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -207,7 +209,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add(
         "--dtype",
-        choices=tuple(DTYPES),
+        choices=DTYPES,
         default="fp32",
         help="of the text encoders; in fp32 T5-XXL takes 19 GB on each rank (%(default)s)",
     )
@@ -217,7 +219,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal."""
-    model = args.config.model
     world = ranks.start(ParallelConfig(replicate=1))
     with ExitStack() as stack:
         if world.size == 1:  # with more, torchrun ends the others after an error
@@ -229,11 +230,12 @@ def run(args: Namespace) -> int:
             parts = split_into_parts(args.input, listed, args.caption_column, PER_PART)
             _require_enough(args, parts)
             if world.rank == 0:  # for all
-                stack.enter_context(common.growing(args.output, _made_from(args, model, listed)))
+                stack.enter_context(common.growing(args.output, _made_from(args, listed)))
         with agreed():
-            nets = Encoders(args.model, model, world.device, DTYPES[args.dtype])
-        bar = progress(desc=f"encoding, rank 0 of {world.size}", unit=" pictures", disable=world.rank > 0)
-        stack.enter_context(bar)
+            nets = Encoders(args.model, args.config.model, world.device, DTYPES[args.dtype])
+        bar = stack.enter_context(
+            progress(desc=f"encoding, rank 0 of {world.size}", unit=" pictures", disable=world.rank > 0)
+        )
         for number in range(world.rank, len(parts), world.size):
             make_part(args, nets, bar, number, parts[number])
         ranks.barrier()  # all parts are there

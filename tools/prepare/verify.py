@@ -7,7 +7,6 @@ Nothing is written. Exit codes: 0 no problem, 1 a problem, 2 refused.
 """
 
 import argparse
-import functools
 import os
 import re
 from collections import Counter
@@ -79,15 +78,6 @@ def implausible(name: str, bits: np.ndarray) -> str:
     return "" if values.any() else f"{name} is all zeros"
 
 
-def missing_shards(paths: list[Path]) -> Iterator[str]:
-    """A problem if the numbers of shards do not run from 0."""
-    for number, path in enumerate(paths):
-        found = re.search(r"([0-9]+)\.tar$", path.name)
-        if found and int(found[1]) != number:
-            yield f"{path.parent}: shard {number} is missing, {path.name} comes in its place"
-            return
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("dir", type=Path, metavar="DIR", help="folder of *.tar shards, or of train/, val/ and empty_encodings/")
@@ -102,17 +92,20 @@ def run(args: argparse.Namespace) -> int:
     wanted = {"train": cfg.data.expected_train_samples, "val": cfg.data.expected_val_samples}
     folders = {name: args.dir / name for name in wanted if (args.dir / name).is_dir()}
     alone = "val" if args.dir.resolve().name == "val" else "train"
-    task = functools.partial(look, fast=args.fast, layout=layout)
     problems: list[str] = []
     lines = []
     for split, folder in (folders or {alone: args.dir}).items():
         paths = []
         with noting(problems):
             paths = dataset.paths_of(folder)
-        problems += missing_shards(paths)
+        for number, path in enumerate(paths):
+            found = re.search(r"([0-9]+)\.tar$", path.name)
+            if found and int(found[1]) != number:
+                problems.append(f"{folder}: shard {number} is missing, {path.name} comes in its place")
+                break  # the numbers of the others tell no more
         samples = 0
         seen = []
-        reports = common.each(task, paths, THREADS)
+        reports = common.each(lambda path: look(path, args.fast, layout), paths, THREADS)
         for report in progress(reports, total=len(paths), desc=split, unit=" shards", leave=False):
             samples += report.samples
             seen += report.seen

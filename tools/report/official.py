@@ -63,8 +63,7 @@ def check(
         seeds = "\n".join(_lines(told, logging.ERROR)).rpartition("errors: ")[2]
         for link, log in links.items():
             seeds = seeds.replace(link, log.name)
-        is_rehearsal = any(log.value(mlperf_closed.REHEARSED) for log in logs)
-        if len(logs) < LEAST_RUNS or (is_rehearsal and not points):
+        if len(logs) < LEAST_RUNS or (not points and any(log.value(mlperf_closed.REHEARSED) for log in logs)):
             convergence = Convergence(None, f"needs {LEAST_RUNS} runs; for a rehearsal also --points")
         else:
             convergence = _convergence(folder, ruleset, file)

@@ -31,12 +31,12 @@ class Event(NamedTuple):
 class ResultLog:
     """The entries of a log. One that mlperf-logging cannot parse has none; its checkers say why.
 
-    name: tells it from other logs of its system.
+    name: the path below `home`, the folder of its system.
     """
 
-    def __init__(self, path: Path, name: str, ruleset: str):
+    def __init__(self, path: Path, home: str, ruleset: str):
         self.path = path
-        self.name = name
+        self.name = printable(os.path.relpath(path, home))
         self.events: list[Event] = []
         with suppress(KeyError, TypeError, ValueError, AttributeError, RecursionError):
             for line in mlp_parser.parse_file(path, ruleset)[0]:
@@ -77,12 +77,12 @@ def find(arguments: list[Path]) -> list[tuple[str, list[Path]]]:
 
     return [
         # result_2 before result_10, run_2 before run_10
-        (printable(os.path.relpath(_home(paths))), sorted(paths, key=lambda path: (len(str(path)), str(path))))
+        (printable(os.path.relpath(home_of(paths))), sorted(paths, key=lambda path: (len(str(path)), str(path))))
         for paths in systems.values()
     ]
 
 
-def _home(paths: list[Path]) -> str:
+def home_of(paths: list[Path]) -> str:
     """The folder of a system: our own runs have a folder each in it."""
     return os.path.commonpath([path.parent for path in paths])
 
@@ -101,12 +101,6 @@ def _system(path: Path) -> tuple:
         return (path.parent,)
     lines = read_text(path.parent / "config.toml").split("\n")
     return path.parent.parent, *(line for line in lines if not line.startswith(("run.", "train.seed")))
-
-
-def read(paths: list[Path], ruleset: str) -> list[ResultLog]:
-    """The logs of one system."""
-    home = _home(paths)
-    return [ResultLog(path, printable(os.path.relpath(path, home)), ruleset) for path in paths]
 
 
 def number(value: Any) -> float:

@@ -13,9 +13,9 @@ from flux_ref.cli import printable
 from flux_ref.mlperf_closed import FIXED, OFFICIAL, REHEARSAL, REHEARSED, find_departures
 from flux_ref.mlperf_log import RESUMED
 from tools.json_option import table
-from tools.report import official, result_log
+from tools.report import official
 from tools.report.official import Convergence
-from tools.report.result_log import ResultLog, number
+from tools.report.result_log import ResultLog, home_of, number
 
 RUNS = 10  # of a submission; the mean leaves out the best and the worst
 INVALID = "not a valid result"
@@ -79,8 +79,7 @@ def measure(log: ResultLog, complaints: list[str]) -> Run:
     timed = log.events
     disqualified = dict.fromkeys(printable(event.value)[:200] for event in log.all("disqualified"))
     if not start or not stop:
-        missing = "run_stop" if start else "run_start"
-        run.faults.append(f"{missing} is missing: the run was cut off or still goes on")
+        run.faults.append(f"{'run_stop' if start else 'run_start'} is missing: the run was cut off or still goes on")
     elif not any(text.startswith(RESUMED) for text in disqualified):  # the parts of a run have no common clock
         run.minutes = (stop.time_ms - start.time_ms) / 60 / 1000  # rounded as in the official summarizer
         timed = [event for event in timed if start.time_ms <= event.time_ms <= stop.time_ms]
@@ -112,7 +111,8 @@ def olympic_mean(values: list[float]) -> float:
 
 def judge(name: str, paths: list[Path], ruleset: str, points: Path | None = None) -> System:
     """All figures of one system, and the verdict by the rules and by mlperf-logging's checkers."""
-    logs = result_log.read(paths, ruleset)
+    home = home_of(paths)
+    logs = [ResultLog(path, home, ruleset) for path in paths]
     complaints, seeds, convergence = official.check(logs, ruleset, points)
     runs = [measure(log, faults) for log, faults in zip(logs, complaints)]
     system = System(name, runs, convergence, mixtures(runs))
@@ -189,8 +189,10 @@ def lines(system: System) -> list[str]:
         f"{system.name}: {system.verdict}",
         f"org {org}, platform {platform}, global batch {batch}, lr {lr}",
     ]
-    rows = [(run.name, text(run.minutes, ",.2f"), text(run.samples), text(run.samples_per_s)) for run in system.runs]
-    told += table(("run", "minutes", "samples", "samples/s"), rows)
+    told += table(
+        ("run", "minutes", "samples", "samples/s"),
+        [(run.name, text(run.minutes, ",.2f"), text(run.samples), text(run.samples_per_s)) for run in system.runs],
+    )
     for run in system.runs:
         told += [f"{run.name} failed: {fault}" for fault in run.faults[:SHOWN_FAULTS]]
 
