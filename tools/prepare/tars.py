@@ -53,6 +53,7 @@ def _members(root: Path, tar: str) -> Iterator[Picture]:
 
 
 def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, name: str) -> Picture:
+    """A member under its new name. What is no picture and no text is not read. Raises: what tarfile raises at damage."""
     if not name.lower().endswith(SUFFIXES + TEXTS):
         return Picture(name)
     with suppress(KeyError, RecursionError):

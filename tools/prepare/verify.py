@@ -98,11 +98,13 @@ def run(args: argparse.Namespace) -> int:
         paths = []
         with noting(problems):
             paths = dataset.paths_of(folder)
+
         for number, path in enumerate(paths):
             found = re.search(r"([0-9]+)\.tar$", path.name)
             if found and int(found[1]) != number:
                 problems.append(f"{folder}: shard {number} is missing, {path.name} comes in its place")
                 break  # the numbers of the others tell no more
+
         samples = 0
         seen = []
         reports = common.each(lambda path: look(path, args.fast, layout), paths, THREADS)
@@ -112,16 +114,20 @@ def run(args: argparse.Namespace) -> int:
             problems += report.problems
         if wanted[split] not in (0, samples):
             problems.append(f"{folder} holds {samples:,} samples, want {wanted[split]:,}")
-        places: dict[str, str] = {}
+
+        places: dict[str, str] = {}  # of each key, the first sample that has it
         for meta, where in seen:
             other = places.setdefault(meta.key, where)
             if other != where:
                 problems.append(f"{where}: its key {meta.key} is that of {other}, too")
+
+        # A validation set of any size has each timestep equally often, give or take one.
         turns = Counter(meta.timestep for meta, _ in seen)
         is_equal = turns.keys() == {*range(TIMESTEPS)} and max(turns.values()) <= min(turns.values()) + 1
-        if split == "val" and len(seen) == samples and not is_equal:  # give or take one
+        if split == "val" and len(seen) == samples and not is_equal:
             problems.append(f"{folder}: want timesteps 0 to {TIMESTEPS - 1} equally often, found {dict(turns)}")
         lines.append(f"{split}: {samples:,} samples in {len(paths)} shards")
+
     empty = args.dir / "empty_encodings"
     if not empty.is_dir():
         empty = args.dir.resolve().parent / empty.name

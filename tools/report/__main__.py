@@ -106,6 +106,7 @@ def chart(batch: Any, systems: list[System]) -> str:
 
     axes.set_ylim(*span(shown, target))
     axes.legend()
+
     file = io.StringIO()
     with warnings.catch_warnings(action="ignore"):  # about letters that the font lacks
         figure.savefig(file, format="svg", metadata={"Date": None})
