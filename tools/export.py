@@ -96,8 +96,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     path = weights.find(args.source)
     model = weights.config_of(path, args.config).model
-    source = weights.open_source(path, model, args.ema)
-    export(source, model, args.out, args.format, DTYPES[args.dtype])
+    export(weights.open_source(path, model, args.ema), model, args.out, args.format, DTYPES[args.dtype])
     print(f"{args.out}: written from {path}")
     return 0
 

@@ -72,8 +72,10 @@ def growing(final: Path, made_from: dict) -> Iterator[Path]:
 def each(task: Callable, items: Iterable, workers: int) -> Iterator:
     """task(item) of every item, by so many threads; gives the results in the order of the items.
 
-    Raises: what a task raises; KeyboardInterrupt. No task begins then, and those under way run on until the process
-    ends.
+    Raises: what a task raises; KeyboardInterrupt. Tasks that are under way then run on until the process ends.
     """
-    pool = ThreadPoolExecutor(workers)  # its `with` would wait for those
-    yield from pool.map(task, items)
+    pool = ThreadPoolExecutor(workers)
+    try:
+        yield from pool.map(task, items)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

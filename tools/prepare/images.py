@@ -87,9 +87,11 @@ def make_part(args: Namespace, nets: Encoders, bar: tqdm, number: int, part: Par
     if done.exists():
         return
     rejected: list[str] = []
-    loaded = _loaded(args, bar, part, rejected)
     count = 0
     with ExitStack() as stack:
+        pool = ThreadPoolExecutor(THREADS)
+        stack.callback(pool.shutdown, cancel_futures=True)  # at Ctrl-C nobody waits for pictures
+        loaded = _loaded(args, pool, bar, part, rejected)
 
         @cache
         def shard(split: str) -> BinaryIO:
@@ -100,23 +102,23 @@ def make_part(args: Namespace, nets: Encoders, bar: tqdm, number: int, part: Par
             members = nets.encode(torch.stack(found), captions)
             for i, name in enumerate(names):
                 split = _split(name, args.val_share)
-                own = {kind: bits[i] for kind, bits in members.items()}
                 meta = Meta(key_of(f"{split}_{number:06d}", count), caption=captions[i])
-                dataset.add(shard(split), meta, own)
+                dataset.add(shard(split), meta, {kind: bits[i] for kind, bits in members.items()})
                 count += 1
     files.write_whole(done, "".join(rejected))
 
 
-def _loaded(args: Namespace, bar: tqdm, part: Part, rejected: list[str]) -> Iterator[tuple[str, Tensor, str]]:
-    """Name, pixels and caption of the pictures of a part, in order. Threads load some of the next ones meanwhile.
+def _loaded(
+    args: Namespace, pool: ThreadPoolExecutor, bar: tqdm, part: Part, rejected: list[str]
+) -> Iterator[tuple[str, Tensor, str]]:
+    """Name, pixels and caption of the pictures of a part, in order. The pool loads some of the next ones meanwhile.
 
     rejected: gets a row for each picture that cannot be used.
     """
     pictures = part()
     model = args.config.model
     size = 8 * model.latent_height, 8 * model.latent_width
-    pool = ThreadPoolExecutor(THREADS)  # nobody shuts it down: at Ctrl-C it would wait for pictures
-    while block := list(islice(pictures, 4 * max(args.batch, THREADS))):
+    while block := list(islice(pictures, 4 * args.batch)):
         for picture, loading in [(picture, pool.submit(picture.load, *size)) for picture in block]:
             bar.update()
             try:
@@ -181,8 +183,11 @@ def _made_from(args: Namespace, listed: list[str]) -> dict:
     """What must be the same when a stopped command goes on."""
     names = ("input", "val_share", "caption_column", "model", "dtype")
     digest = hashlib.sha256("\n".join(listed).encode(errors="surrogateescape")).hexdigest()
-    shapes = dataset.sample_layout(args.config.model).shapes
-    return {name: str(getattr(args, name)) for name in names} | shapes | {"files": digest}
+    return {
+        **{name: str(getattr(args, name)) for name in names},
+        **dataset.sample_layout(args.config.model).shapes,
+        "files": digest,
+    }
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -24,8 +24,10 @@ def split_into_parts(root: Path, names: list[str], column: str, size: int) -> li
     # isfile: a pipe would wait for ever
     tars = [name for name in names if name.lower().endswith(TARS) and os.path.isfile(root / name)]
     found = find_pictures(root, sorted({*names} - {*tars}), column)
-    blocks = (found[start : start + size] for start in range(0, len(found), size))
-    return [*(partial(read_tar, root, name) for name in tars), *(partial(iter, block) for block in blocks)]
+    return [
+        *(partial(read_tar, root, name) for name in tars),
+        *(partial(iter, found[start : start + size]) for start in range(0, len(found), size)),
+    ]
 
 
 def read_tar(root: Path, tar: str) -> Iterator[Picture]:
@@ -53,7 +55,10 @@ def _members(root: Path, tar: str) -> Iterator[Picture]:
 
 
 def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, name: str) -> Picture:
-    """A member under its new name. What is no picture and no text is not read. Raises: what tarfile raises at damage."""
+    """A member under its new name. What is no picture and no text is not read.
+
+    Raises: what tarfile raises at damage.
+    """
     if not name.lower().endswith(SUFFIXES + TEXTS):
         return Picture(name)
     with suppress(KeyError, RecursionError):
