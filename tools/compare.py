@@ -41,8 +41,9 @@ def by_seed(runs: list[Path]) -> tuple[dict[int, Curve], dict[str, object]]:
     curves = {}
     for run in runs:
         keys = config.flat(config_file.load(run / "config.toml"))
-        found = records(run / "eval.jsonl", "val_loss")
-        curves[keys["train.seed"]] = {record["samples"]: record["val_loss"] for record in found}
+        curves[keys["train.seed"]] = {
+            record["samples"]: record["val_loss"] for record in records(run / "eval.jsonl", "val_loss")
+        }
     if len(curves) < len(runs):
         raise Refusal("two runs have one train.seed; give a run of each seed")
     return curves, keys

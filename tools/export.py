@@ -90,14 +90,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--format", choices=("bfl", "diffusers"), default="bfl")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--ema", action="store_true", help="the average of the weights")
     parser.add_argument("--config", help="a config with the sizes of the model")
     args = parser.parse_args(argv)
     path = weights.find(args.source)
     model = weights.config_of(path, args.config).model
-    source = weights.open_source(path, model, args.ema)
-    export(source, model, args.out, args.format, DTYPES[args.dtype])
+    export(weights.open_source(path, model, args.ema), model, args.out, args.format, DTYPES[args.dtype])
     print(f"{args.out}: written from {path}")
     return 0
 

@@ -16,8 +16,13 @@ MADE_FROM = "made_from.json"
 
 def add_config(parser: ArgumentParser, default: str = "") -> None:
     """Add --config: args.config is the Config of a file, by default of `default` or FLUX.1-schnell's."""
-    text = f"a config with the sizes of the model and the data set ({default or 'those of the benchmark'})"
-    parser.add_argument("--config", type=config_file.load, default=default or Config(), metavar="FILE", help=text)
+    parser.add_argument(
+        "--config",
+        type=config_file.load,
+        default=default or Config(),
+        metavar="FILE",
+        help=f"a config with the sizes of the model and the data set ({default or 'those of the benchmark'})",
+    )
 
 
 def require_new(final: Path) -> None:

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain, islice
 from pathlib import Path
@@ -32,7 +31,7 @@ from tqdm import tqdm
 from flux_ref import dataset, files, ranks
 from flux_ref.cli import Refusal, one_line, progress
 from flux_ref.config import ModelConfig, ParallelConfig
-from flux_ref.dataset import Meta, SampleLayout, ShardSet, key_of, shard_path
+from flux_ref.dataset import Meta, ShardSet, key_of, shard_path
 from flux_ref.pictures import captioned
 from flux_ref.pictures.captioned import Rejected
 from flux_ref.pictures.encoders import load_autoencoder, text_encoders
@@ -45,6 +44,7 @@ from tools.prepare.tars import Part, split_into_parts
 
 THREADS = 8  # of a rank, that decode pictures
 PER_PART = 1000  # files of a folder that become one shard
+SHARDS_OF_PARTS = {"train": "set/train", "val": "val"}  # folders in the one that grows
 
 
 # B batch  H, W pixel rows and columns  C, Y, X latent  T text tokens (256)  E T5 features (4096)  V CLIP features (768)
@@ -58,7 +58,6 @@ class Encoders:
 
         Raises: Refusal for files that do not fit the model.
         """
-        self.device = device
         self.autoencoder: Any = load_autoencoder(home, device)
         self.t5, self.clip = text_encoders(home, model, device, dtype)
 
@@ -70,7 +69,7 @@ class Encoders:
     @torch.no_grad()
     def encode(self, pixels_B3HW: Tensor, captions: Sequence[str]) -> dict[str, np.ndarray]:
         """encode_text and {"mean", "logvar": (B, C, Y, X)} at the autoencoder's own scale; pixels are uint8."""
-        pixels_B3HW = pixels_B3HW.to(self.device).float() / 127.5 - 1
+        pixels_B3HW = pixels_B3HW.to(self.autoencoder.device).float() / 127.5 - 1
         moments = self.autoencoder.encode(pixels_B3HW).latent_dist.parameters
         mean, logvar = np.split(_bits(moments), 2, axis=1)
         return self.encode_text(captions) | {"mean": mean, "logvar": logvar}
@@ -81,68 +80,57 @@ def _bits(values: Tensor) -> np.ndarray:
     return values.bfloat16().view(torch.uint16).cpu().numpy()
 
 
-@dataclass(frozen=True)
-class Maker:
-    """What this rank makes parts with. folder: in which the data set grows."""
+def make_part(args: Namespace, nets: Encoders, bar: tqdm, number: int, part: Part) -> None:
+    """Write the shards of a part, then its list of rejected pictures, which says that the part is done."""
+    folder = common.partial_of(args.output)
+    done = folder / f"rejected_{number:06d}.tsv"
+    if done.exists():
+        return
+    rejected: list[str] = []
+    count = 0
+    with ExitStack() as stack:
+        pool = ThreadPoolExecutor(THREADS)
+        stack.callback(pool.shutdown, cancel_futures=True)  # at Ctrl-C nobody waits for pictures
+        loaded = _loaded(args, pool, bar, part, rejected)
 
-    args: Namespace
-    folder: Path
-    model: ModelConfig
-    nets: Encoders
-    pool: ThreadPoolExecutor
-    bar: tqdm
+        @cache
+        def shard(split: str) -> BinaryIO:
+            return stack.enter_context(dataset.new_shard(shard_path(folder / SHARDS_OF_PARTS[split], number)))
 
-    def make(self, number: int, part: Part) -> None:
-        """Write the shards of a part, then its list of rejected pictures."""
-        rejected: list[str] = []
-        good = self._good(part, rejected)
-        count = 0
-        with ExitStack() as stack:
+        while batch := list(islice(loaded, args.batch)):
+            names, found, captions = zip(*batch)
+            members = nets.encode(torch.stack(found), captions)
+            for i, name in enumerate(names):
+                split = _split(name, args.val_share)
+                meta = Meta(key_of(f"{split}_{number:06d}", count), caption=captions[i])
+                dataset.add(shard(split), meta, {kind: bits[i] for kind, bits in members.items()})
+                count += 1
+    files.write_whole(done, "".join(rejected))
 
-            @cache
-            def shard(split: str) -> BinaryIO:
-                return stack.enter_context(dataset.new_shard(shard_path(_made(self.folder, split), number)))
 
-            while batch := list(islice(good, self.args.batch)):
-                names, found, captions = zip(*batch)
-                members = self.nets.encode(torch.stack(found), captions)
-                for i, name in enumerate(names):
-                    split = _split(name, self.args.val_share)
-                    own = {kind: bits[i] for kind, bits in members.items()}
-                    key = key_of(f"{split}_{number:06d}", count)
-                    dataset.add(shard(split), Meta(key, caption=captions[i]), own)
-                    count += 1
-        files.write_whole(_done(self.folder, number), "".join(rejected))
+def _loaded(
+    args: Namespace, pool: ThreadPoolExecutor, bar: tqdm, part: Part, rejected: list[str]
+) -> Iterator[tuple[str, Tensor, str]]:
+    """Name, pixels and caption of the pictures of a part, in order. The pool loads some of the next ones meanwhile.
 
-    def _good(self, part: Part, rejected: list[str]) -> Iterator[tuple[str, Tensor, str]]:
-        """Name, pixels and caption of the pictures of a part, in order. Threads load some of the next ones meanwhile.
-
-        rejected: gets a row for each picture that cannot be used.
-        """
-        pictures = part()
-        size = 8 * self.model.latent_height, 8 * self.model.latent_width
-        while block := list(islice(pictures, 4 * max(self.args.batch, THREADS))):
-            for picture, loading in [(picture, self.pool.submit(picture.load, *size)) for picture in block]:
-                self.bar.update()
-                try:
-                    yield picture.name, *loading.result()
-                except Rejected as error:
-                    rejected.append(f"{one_line(picture.name)}\t{error}\n")
+    rejected: gets a row for each picture that cannot be used.
+    """
+    pictures = part()
+    model = args.config.model
+    size = 8 * model.latent_height, 8 * model.latent_width
+    while block := list(islice(pictures, 4 * args.batch)):
+        for picture, loading in [(picture, pool.submit(picture.load, *size)) for picture in block]:
+            bar.update()
+            try:
+                yield picture.name, *loading.result()
+            except Rejected as error:
+                rejected.append(f"{one_line(picture.name)}\t{error}\n")
 
 
 def _split(name: str, val_share: float) -> str:
     """By a hash of the name, so that a larger share keeps what a smaller one chose."""
     word = hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:4]
     return "val" if int.from_bytes(word) < val_share * 2**32 else "train"
-
-
-def _made(folder: Path, split: str) -> Path:
-    """Where the parts' shards are: of training in the set, of validation beside it."""
-    return folder / "set" / "train" if split == "train" else folder / "val"
-
-
-def _done(folder: Path, number: int) -> Path:
-    return folder / f"rejected_{number:06d}.tsv"
 
 
 def _require_enough(args: Namespace, parts: list[Part]) -> None:
@@ -159,19 +147,27 @@ def _require_enough(args: Namespace, parts: list[Part]) -> None:
         if found >= wanted:
             return
     kinds = ", ".join(f"{kind}: {count}" for kind, count in found.items()) or "nothing"
-    want = f"at least {wanted['train']} train and {wanted['val']} val"
-    raise Refusal(f"--input {args.input} gives {kinds}; want {want}; add pictures or change --val-share")
+    raise Refusal(
+        f"--input {args.input} gives {kinds}; want at least {wanted['train']} train and {wanted['val']} val;"
+        " add pictures or change --val-share"
+    )
 
 
-def _finish(folder: Path, layout: SampleLayout) -> str:
-    """Number the shards and join the lists of all parts. Returns what there is, in words. Raises: Refusal."""
+def _finish(args: Namespace, nets: Encoders) -> str:
+    """Encode the empty caption, number the shards and join the lists of all parts.
+
+    Returns what there is, in words. Raises: Refusal.
+    """
+    folder = common.partial_of(args.output)
     root = folder / "set"
+    layout = dataset.sample_layout(args.config.model)
+    train, val = (ShardSet(files.matching(folder / place, "[!.]*.tar"), layout) for place in SHARDS_OF_PARTS.values())
+    files.remove(root / "empty_encodings")
+    dataset.write_empty(root / "empty_encodings", nets.encode_text([""]))
     rows = "".join(path.read_text(encoding="utf-8") for path in files.matching(folder, "rejected_*.tsv"))
     files.write_whole(root / "rejected.tsv", f"picture\treason\n{rows}")
-    train = _stored(folder, "train", layout)
     for number, path in enumerate(train.paths):
         path.rename(shard_path(path.parent, number))  # a part without a sample leaves no gap
-    val = _stored(folder, "val", layout)
     files.remove(root / "val")
     if len(val):
         val.open()
@@ -183,15 +179,15 @@ def _finish(folder: Path, layout: SampleLayout) -> str:
     return f"{len(train):,} training and {len(val):,} validation samples; {rejected:,} rejected, see rejected.tsv"
 
 
-def _stored(folder: Path, split: str, layout: SampleLayout) -> ShardSet:
-    return ShardSet(files.matching(_made(folder, split), "[!.]*.tar"), layout)
-
-
-def _made_from(args: Namespace, model: ModelConfig, listed: list[str]) -> dict:
+def _made_from(args: Namespace, listed: list[str]) -> dict:
     """What must be the same when a stopped command goes on."""
     names = ("input", "val_share", "caption_column", "model", "dtype")
     digest = hashlib.sha256("\n".join(listed).encode(errors="surrogateescape")).hexdigest()
-    return {name: str(getattr(args, name)) for name in names} | dataset.sample_layout(model).shapes | {"files": digest}
+    return {
+        **{name: str(getattr(args, name)) for name in names},
+        **dataset.sample_layout(args.config.model).shapes,
+        "files": digest,
+    }
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -218,7 +214,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add(
         "--dtype",
-        choices=tuple(DTYPES),
+        choices=DTYPES,
         default="fp32",
         help="of the text encoders; in fp32 T5-XXL takes 19 GB on each rank (%(default)s)",
     )
@@ -228,33 +224,27 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal."""
-    model = args.config.model
     world = ranks.start(ParallelConfig(replicate=1))
     with ExitStack() as stack:
-        pool = ThreadPoolExecutor(THREADS)
-        stack.callback(pool.shutdown, cancel_futures=True)  # at Ctrl-C nobody waits for pictures
         if world.size == 1:  # with more, torchrun ends the others after an error
             stack.callback(ranks.stop)
         with agreed():
             listed = captioned.list_files(args.input) if world.rank == 0 else []
         listed = ranks.gather_objects(listed)[0]
-        folder = common.partial_of(args.output)
         with agreed():
             parts = split_into_parts(args.input, listed, args.caption_column, PER_PART)
             _require_enough(args, parts)
             if world.rank == 0:  # for all
-                stack.enter_context(common.growing(args.output, _made_from(args, model, listed)))
+                stack.enter_context(common.growing(args.output, _made_from(args, listed)))
         with agreed():
-            nets = Encoders(args.model, model, world.device, DTYPES[args.dtype])
-        bar = progress(desc=f"encoding, rank 0 of {world.size}", unit=" pictures", disable=world.rank > 0)
-        maker = Maker(args, folder, model, nets, pool, stack.enter_context(bar))
+            nets = Encoders(args.model, args.config.model, world.device, DTYPES[args.dtype])
+        bar = stack.enter_context(
+            progress(desc=f"encoding, rank 0 of {world.size}", unit=" pictures", disable=world.rank > 0)
+        )
         for number in range(world.rank, len(parts), world.size):
-            if not _done(folder, number).exists():
-                maker.make(number, parts[number])
+            make_part(args, nets, bar, number, parts[number])
         ranks.barrier()  # all parts are there
         with agreed():
             if world.rank == 0:
-                files.remove(folder / "set" / "empty_encodings")
-                dataset.write_empty(folder / "set" / "empty_encodings", nets.encode_text([""]))
-                print(f"{args.output}: {_finish(folder, dataset.sample_layout(model))}")
+                print(f"{args.output}: {_finish(args, nets)}")
     return 0

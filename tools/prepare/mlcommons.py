@@ -13,11 +13,9 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from flux_ref import dataset
 from flux_ref.cli import Refusal, one_line, progress
-from flux_ref.dataset import Meta, SampleLayout
+from flux_ref.dataset import Arrays, Meta, Sample, SampleLayout
 from flux_ref.files import matching
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import common
@@ -28,7 +26,6 @@ COLUMNS = {  # of each member
     "mean": "mean",
     "logvar": "logvar",
 }
-Row = tuple[dict[str, np.ndarray], int | None]
 PER_SHARD = 10_000  # samples, as in the public conversions: 21.7 GB
 THREADS = 2  # a disk serves no more writers better
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -63,8 +60,8 @@ def read_table(path: Path):
     return table
 
 
-def read_row(table, row: int, split: str, layout: SampleLayout, path: Path) -> Row:
-    """(the bf16 bits in a row, not copied; its timestep: 0 to 7 for val, None for train). Raises: Refusal."""
+def read_row(table, row: int, split: str, layout: SampleLayout, path: Path) -> tuple[int | None, Arrays]:
+    """(the timestep of a row: 0 to 7 for val, None for train; its bf16 bits, not copied). Raises: Refusal."""
     where = f"{path}, row {row}"
     timestep = table["timestep"][row].as_py() if "timestep" in table.column_names else None
     allowed = [*range(TIMESTEPS)] if split == "val" else [None]
@@ -81,17 +78,18 @@ def read_row(table, row: int, split: str, layout: SampleLayout, path: Path) -> R
             members[member] = layout.numbers(member, blob)
         except ValueError as error:
             raise Refusal(f"{where}: {error}; download it again, or give the --config of its model") from None
-    return members, timestep
+    return timestep, members
 
 
-def read_rows(counts: dict[Path, int], wanted: range, split: str, layout: SampleLayout) -> Iterator[Row]:
-    """`read_row` of each wanted sample, across files. counts: the rows of each file. Raises: Refusal."""
+def read_samples(counts: dict[Path, int], wanted: range, split: str, layout: SampleLayout) -> Iterator[Sample]:
+    """The wanted samples, by their places in all files together. counts: the rows of each file. Raises: Refusal."""
     first = 0
     for path, count in counts.items():
         here = range(max(wanted.start, first), min(wanted.stop, first + count))
         table = read_table(path) if here else None
         for index in here:
-            yield read_row(table, index - first, split, layout, path)
+            timestep, members = read_row(table, index - first, split, layout, path)
+            yield Meta(dataset.key_of(split, index), timestep), members
         first += count
 
 
@@ -134,12 +132,9 @@ def run(args: argparse.Namespace) -> int:
 
         def write_shard(first: int) -> None:
             path = dataset.shard_path(folder / "set", first // PER_SHARD)
-            wanted = range(count)[first : first + PER_SHARD]
-            if path.exists():
-                return
-            with dataset.new_shard(path) as file:
-                for index, (members, timestep) in zip(wanted, read_rows(counts, wanted, split, layout)):
-                    dataset.add(file, Meta(dataset.key_of(split, index), timestep), members)
+            if not path.exists():
+                wanted = range(first, first + PER_SHARD)
+                dataset.write(path, read_samples(counts, wanted, split, layout))
 
         firsts = range(0, count, PER_SHARD)
         written = common.each(write_shard, firsts, THREADS)

@@ -4,6 +4,7 @@ import itertools
 import os
 import tarfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,16 +21,13 @@ def split_into_parts(root: Path, names: list[str], column: str, size: int) -> li
 
     names, column: see captioned.find_pictures.
     """
-    tars = {name: partial(read_tar, root, name) for name in names if _is_tar(root, name)}
-    found = find_pictures(root, [name for name in names if name not in tars], column)
-    parts: list[Part] = [*tars.values()]
-    for start in range(0, len(found), size):
-        parts.append(partial(iter, found[start : start + size]))
-    return parts
-
-
-def _is_tar(root: Path, name: str) -> bool:
-    return name.lower().endswith(TARS) and os.path.isfile(root / name)  # a pipe would wait for ever
+    # isfile: a pipe would wait for ever
+    tars = [name for name in names if name.lower().endswith(TARS) and os.path.isfile(root / name)]
+    found = find_pictures(root, sorted({*names} - {*tars}), column)
+    return [
+        *(partial(read_tar, root, name) for name in tars),
+        *(partial(iter, found[start : start + size]) for start in range(0, len(found), size)),
+    ]
 
 
 def read_tar(root: Path, tar: str) -> Iterator[Picture]:
@@ -50,17 +48,20 @@ def _members(root: Path, tar: str) -> Iterator[Picture]:
                     yield _member(archive, member, f"{tar}/{member.name}")
             archive.fileobj.seek(archive.offset)
             end = archive.fileobj.read(2**20)
-            if not end or any(end) or archive.fileobj.read(1):  # tarfile stops there without a word
+            if not end or any(end):  # tarfile stops there without a word
                 raise tarfile.ReadError
     except Exception:  # tarfile and its decompressors raise a dozen kinds
         yield Picture(tar, "damaged archive: it has no end, or does not end there")
 
 
 def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, name: str) -> Picture:
+    """A member under its new name. What is no picture and no text is not read.
+
+    Raises: what tarfile raises at damage.
+    """
     if not name.lower().endswith(SUFFIXES + TEXTS):
         return Picture(name)
-    try:
-        file = archive.extractfile(member)
-    except (KeyError, RecursionError):
-        file = None
-    return Picture(name, content=file.read()) if file else Picture(name, "a link to nothing in its archive")
+    with suppress(KeyError, RecursionError):
+        if file := archive.extractfile(member):
+            return Picture(name, content=file.read())
+    return Picture(name, "a link to nothing in its archive")

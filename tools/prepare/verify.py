@@ -7,7 +7,6 @@ Nothing is written. Exit codes: 0 no problem, 1 a problem, 2 refused.
 """
 
 import argparse
-import functools
 import os
 import re
 from collections import Counter
@@ -29,15 +28,7 @@ THREADS = min(8, os.cpu_count() or 1)
 # Far beyond real data, yet random bf16 are sure to leave these ranges. T5's outputs lie in -7 .. 3 (black-forest-labs/
 # flux issue 472), CLIP's in the tens; a latent's standard deviation is 1 / flow.SCALE = 2.8. Diffusers clamps logvar
 # to -30 .. 20, BFL's autoencoder does not.
-PLAUSIBLE = {
-    "t5": (-1e3, 1e3),
-    "clip": (-1e3, 1e3),
-    "mean": (-1e3, 1e3),
-    "logvar": (-100.0, 20.0),
-}
-
-
-Seen = list[tuple[Meta, str]]  # samples and their places
+PLAUSIBLE = dict.fromkeys(MEMBERS, (-1e3, 1e3)) | {"logvar": (-100.0, 20.0)}
 
 
 @dataclass
@@ -45,7 +36,7 @@ class Report:
     """What shards hold. seen: each sample that was read, and its place. problems: lines."""
 
     samples: int = 0
-    seen: Seen = field(default_factory=list)
+    seen: list[tuple[Meta, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -87,31 +78,6 @@ def implausible(name: str, bits: np.ndarray) -> str:
     return "" if values.any() else f"{name} is all zeros"
 
 
-def missing_shards(paths: list[Path]) -> Iterator[str]:
-    """A problem if the numbers of shards do not run from 0."""
-    for number, path in enumerate(paths):
-        found = re.search(r"([0-9]+)\.tar$", path.name)
-        if found and int(found[1]) != number:
-            yield f"{path.parent}: shard {number} is missing, {path.name} comes in its place"
-            return
-
-
-def same_keys(seen: Seen) -> Iterator[str]:
-    """A problem for each sample whose key an earlier one has."""
-    places: dict[str, str] = {}
-    for meta, where in seen:
-        other = places.setdefault(meta.key, where)
-        if other != where:
-            yield f"{where}: its key {meta.key} is that of {other}, too"
-
-
-def unequal_turns(folder: Path, seen: Seen) -> Iterator[str]:
-    """A problem if validation lacks a timestep, or has not each equally often, give or take one."""
-    turns = Counter(meta.timestep for meta, _ in seen)
-    if turns.keys() != {*range(TIMESTEPS)} or max(turns.values()) > min(turns.values()) + 1:
-        yield f"{folder}: want timesteps 0 to {TIMESTEPS - 1} equally often, found {dict(turns)}"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("dir", type=Path, metavar="DIR", help="folder of *.tar shards, or of train/, val/ and empty_encodings/")
@@ -126,27 +92,42 @@ def run(args: argparse.Namespace) -> int:
     wanted = {"train": cfg.data.expected_train_samples, "val": cfg.data.expected_val_samples}
     folders = {name: args.dir / name for name in wanted if (args.dir / name).is_dir()}
     alone = "val" if args.dir.resolve().name == "val" else "train"
-    task = functools.partial(look, fast=args.fast, layout=layout)
     problems: list[str] = []
     lines = []
     for split, folder in (folders or {alone: args.dir}).items():
         paths = []
         with noting(problems):
             paths = dataset.paths_of(folder)
-        problems += missing_shards(paths)
+
+        for number, path in enumerate(paths):
+            found = re.search(r"([0-9]+)\.tar$", path.name)
+            if found and int(found[1]) != number:
+                problems.append(f"{folder}: shard {number} is missing, {path.name} comes in its place")
+                break  # the numbers of the others tell no more
+
         samples = 0
         seen = []
-        reports = common.each(task, paths, THREADS)
+        reports = common.each(lambda path: look(path, args.fast, layout), paths, THREADS)
         for report in progress(reports, total=len(paths), desc=split, unit=" shards", leave=False):
             samples += report.samples
             seen += report.seen
             problems += report.problems
         if wanted[split] not in (0, samples):
             problems.append(f"{folder} holds {samples:,} samples, want {wanted[split]:,}")
-        problems += same_keys(seen)
-        if split == "val" and len(seen) == samples:
-            problems += unequal_turns(folder, seen)
+
+        places: dict[str, str] = {}  # of each key, the first sample that has it
+        for meta, where in seen:
+            other = places.setdefault(meta.key, where)
+            if other != where:
+                problems.append(f"{where}: its key {meta.key} is that of {other}, too")
+
+        # A validation set of any size has each timestep equally often, give or take one.
+        turns = Counter(meta.timestep for meta, _ in seen)
+        is_equal = turns.keys() == {*range(TIMESTEPS)} and max(turns.values()) <= min(turns.values()) + 1
+        if split == "val" and len(seen) == samples and not is_equal:
+            problems.append(f"{folder}: want timesteps 0 to {TIMESTEPS - 1} equally often, found {dict(turns)}")
         lines.append(f"{split}: {samples:,} samples in {len(paths)} shards")
+
     empty = args.dir / "empty_encodings"
     if not empty.is_dir():
         empty = args.dir.resolve().parent / empty.name

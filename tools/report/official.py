@@ -24,7 +24,7 @@ from mlperf_logging.package_checker.seed_checker import SeedChecker
 from mlperf_logging.rcp_checker import rcp_checker
 
 from flux_ref import mlperf_closed
-from tools.report.result_log import ResultLog, number
+from tools.report.result_log import ResultLog
 
 LEAST_RUNS = 3  # a mean without the best and the worst needs as many
 # The compliance checker builds the name of a rule file from these values, and runs the code in that file.
@@ -58,11 +58,12 @@ def check(
         complaints = [_compliance(log, link, ruleset) for link, log in links.items()]
         if any(log.value("submission_division") == "open" for log in logs):
             return complaints, [], None
-        seeds = "\n".join(_seeds([*links], ruleset))
+        with _asking("seed") as told:
+            SeedChecker(ruleset).check_seeds(links)
+        seeds = "\n".join(_lines(told, logging.ERROR)).rpartition("errors: ")[2]
         for link, log in links.items():
             seeds = seeds.replace(link, log.name)
-        is_rehearsal = any(log.value(mlperf_closed.REHEARSED) for log in logs)
-        if len(logs) < LEAST_RUNS or (is_rehearsal and not points):
+        if len(logs) < LEAST_RUNS or (not points and any(log.value(mlperf_closed.REHEARSED) for log in logs)):
             convergence = Convergence(None, f"needs {LEAST_RUNS} runs; for a rehearsal also --points")
         else:
             convergence = _convergence(folder, ruleset, file)
@@ -80,12 +81,6 @@ def _compliance(log: ResultLog, path: str, ruleset: str) -> list[str]:
         checker.check_file(path, f"training_{ruleset}/common.yaml")
     complaints = [*_lines(told, logging.CRITICAL), *checker.overwritable.values(), *checker.not_overwritable]
     return [textwrap.shorten(text.partition("\ncurrent ")[0], 300) for text in complaints]
-
-
-def _seeds(links: list[str], ruleset: str) -> list[str]:
-    with _asking("seed") as told:
-        SeedChecker(ruleset).check_seeds(links)
-    return [line.rpartition("errors: ")[2] for line in _lines(told, logging.ERROR)]
 
 
 def _convergence(folder: str, ruleset: str, points: io.StringIO | None) -> Convergence:
@@ -106,7 +101,7 @@ def _convergence(folder: str, ruleset: str, points: io.StringIO | None) -> Conve
         return Convergence(False, " ".join(_lines(told, logging.WARNING)))
     passed, message, factor = answer
     point: Any = next((record.args for record in told if record.msg == " RCP Record: %s"), {})
-    return Convergence(passed, message, factor, number(point.get("RCP Mean")), number(point.get("Min Epochs")))
+    return Convergence(passed, message, factor, point.get("RCP Mean", nan), point.get("Min Epochs", nan))
 
 
 def _lines(told: list[logging.LogRecord], least: int) -> list[str]:

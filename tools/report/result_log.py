@@ -8,14 +8,13 @@ import math
 import os
 import re
 from contextlib import suppress
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlperf_logging.compliance_checker import mlp_parser
 
 from flux_ref.cli import Refusal, printable
-from flux_ref.files import read_bytes, read_text, reraise
+from flux_ref.files import matching, read_bytes, read_text, reraise
 
 LONG = re.compile(rb":::MLLOG.{10000}")  # mlperf-logging searches a line in a time that grows with its square
 
@@ -32,12 +31,12 @@ class Event(NamedTuple):
 class ResultLog:
     """The entries of a log. One that mlperf-logging cannot parse has none; its checkers say why.
 
-    name: tells it from other logs of its system.
+    name: the path below `home`, the folder of its system.
     """
 
-    def __init__(self, path: Path, name: str, ruleset: str):
+    def __init__(self, path: Path, home: str, ruleset: str):
         self.path = path
-        self.name = name
+        self.name = printable(os.path.relpath(path, home))
         self.events: list[Event] = []
         with suppress(KeyError, TypeError, ValueError, AttributeError, RecursionError):
             for line in mlp_parser.parse_file(path, ruleset)[0]:
@@ -76,10 +75,14 @@ def find(arguments: list[Path]) -> list[tuple[str, list[Path]]]:
     for path in files.values():
         systems.setdefault(_system(path), []).append(path)
 
-    return [(printable(os.path.relpath(_home(paths))), sorted(paths, key=_by_number)) for paths in systems.values()]
+    return [
+        # result_2 before result_10, run_2 before run_10
+        (printable(os.path.relpath(home_of(paths))), sorted(paths, key=lambda path: (len(str(path)), str(path))))
+        for paths in systems.values()
+    ]
 
 
-def _home(paths: list[Path]) -> str:
+def home_of(paths: list[Path]) -> str:
     """The folder of a system: our own runs have a folder each in it."""
     return os.path.commonpath([path.parent for path in paths])
 
@@ -87,14 +90,9 @@ def _home(paths: list[Path]) -> str:
 def _below(folder: Path) -> list[Path]:
     """The result files below a folder. Those of run folders come before copies that were made for a submission."""
     found = []
-    for parent, folders, names in os.walk(folder, onerror=reraise):  # a folder left out could hold a failed run
-        found += [Path(parent, name) for name in (*folders, *names) if fnmatch(name, "result_*.txt")]
+    for parent, _, _ in os.walk(folder, onerror=reraise):  # a folder left out could hold a failed run
+        found += matching(Path(parent), "result_*.txt")
     return sorted(found, key=lambda path: (-len(path.parts), path))
-
-
-def _by_number(path: Path) -> tuple[int, str]:
-    """result_2 before result_10, run_2 before run_10."""
-    return len(str(path)), str(path)
 
 
 def _system(path: Path) -> tuple:
@@ -105,12 +103,6 @@ def _system(path: Path) -> tuple:
     return path.parent.parent, *(line for line in lines if not line.startswith(("run.", "train.seed")))
 
 
-def read(paths: list[Path], ruleset: str) -> list[ResultLog]:
-    """The logs of one system."""
-    home = _home(paths)
-    return [ResultLog(path, printable(os.path.relpath(path, home)), ruleset) for path in paths]
-
-
 def number(value: Any) -> float:
     """The value if it is a number; NaN for anything else, also for a truth value."""
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    return value if type(value) in (int, float) else math.nan

@@ -13,9 +13,9 @@ from flux_ref.cli import printable
 from flux_ref.mlperf_closed import FIXED, OFFICIAL, REHEARSAL, REHEARSED, find_departures
 from flux_ref.mlperf_log import RESUMED
 from tools.json_option import table
-from tools.report import official, result_log
+from tools.report import official
 from tools.report.official import Convergence
-from tools.report.result_log import ResultLog, number
+from tools.report.result_log import ResultLog, home_of, number
 
 RUNS = 10  # of a submission; the mean leaves out the best and the worst
 INVALID = "not a valid result"
@@ -79,8 +79,7 @@ def measure(log: ResultLog, complaints: list[str]) -> Run:
     timed = log.events
     disqualified = dict.fromkeys(printable(event.value)[:200] for event in log.all("disqualified"))
     if not start or not stop:
-        missing = "run_stop" if start else "run_start"
-        run.faults.append(f"{missing} is missing: the run was cut off or still goes on")
+        run.faults.append(f"{'run_stop' if start else 'run_start'} is missing: the run was cut off or still goes on")
     elif not any(text.startswith(RESUMED) for text in disqualified):  # the parts of a run have no common clock
         run.minutes = (stop.time_ms - start.time_ms) / 60 / 1000  # rounded as in the official summarizer
         timed = [event for event in timed if start.time_ms <= event.time_ms <= stop.time_ms]
@@ -112,7 +111,8 @@ def olympic_mean(values: list[float]) -> float:
 
 def judge(name: str, paths: list[Path], ruleset: str, points: Path | None = None) -> System:
     """All figures of one system, and the verdict by the rules and by mlperf-logging's checkers."""
-    logs = result_log.read(paths, ruleset)
+    home = home_of(paths)
+    logs = [ResultLog(path, home, ruleset) for path in paths]
     complaints, seeds, convergence = official.check(logs, ruleset, points)
     runs = [measure(log, faults) for log, faults in zip(logs, complaints)]
     system = System(name, runs, convergence, mixtures(runs))
@@ -132,9 +132,10 @@ def judge(name: str, paths: list[Path], ruleset: str, points: Path | None = None
         system.reasons.append(f"{len(failed)} failed runs, at most 1 may; {failed[0].name}: {failed[0].faults[0]}")
     system.reasons += [f"seeds: {text}" for text in seeds]
     if convergence and convergence.passed is False:
-        here = f"{text(system.samples_to_converge)} samples to the target"
-        least = f"accepted from {text(convergence.least_mean)}"
-        system.reasons.append(f"convergence: {convergence.message}; {here}, {least}")
+        system.reasons.append(
+            f"convergence: {convergence.message}; {text(system.samples_to_converge)} samples to the target,"
+            f" accepted from {text(convergence.least_mean)}"
+        )
 
     if not system.reasons:
         system.verdict = PASSING_REHEARSAL if system.value(REHEARSED) else VALID
@@ -159,15 +160,24 @@ def mixtures(runs: list[Run]) -> list[str]:
 
 
 SHOWN_FAULTS = 3  # of a run
-RUN = ("run", "minutes", "samples", "samples/s")
-SYSTEM = ("system", "batch", "runs", "olympic min", "score min", "samples/s")
 
 
 def describe(systems: list[System]) -> str:
     """Each system, and a table of all if there are several."""
     parts = [lines(system) for system in systems]
     if len(systems) > 1:
-        parts.append(table(SYSTEM, [overview(system) for system in systems]))
+        rows = [
+            (
+                system.name,
+                text(system.value("global_batch_size"), ""),
+                str(len(system.runs)),
+                text(system.olympic_mean_minutes, ",.2f"),
+                text(system.score_minutes, ",.2f"),
+                text(system.samples_per_s),
+            )
+            for system in systems
+        ]
+        parts.append(table(("system", "batch", "runs", "olympic min", "score min", "samples/s"), rows))
     return "\n\n".join("\n".join(map(printable, part)) for part in parts)
 
 
@@ -179,30 +189,24 @@ def lines(system: System) -> list[str]:
         f"{system.name}: {system.verdict}",
         f"org {org}, platform {platform}, global batch {batch}, lr {lr}",
     ]
-    rows = [(run.name, text(run.minutes, ",.2f"), text(run.samples), text(run.samples_per_s)) for run in system.runs]
-    told += table(RUN, rows)
+    told += table(
+        ("run", "minutes", "samples", "samples/s"),
+        [(run.name, text(run.minutes, ",.2f"), text(run.samples), text(run.samples_per_s)) for run in system.runs],
+    )
     for run in system.runs:
         told += [f"{run.name} failed: {fault}" for fault in run.faults[:SHOWN_FAULTS]]
 
     check = system.convergence
     if check:
         outcome = {True: "passed", False: "failed", None: "not judged"}[check.passed]
-        means = f"reference {text(check.reference_mean)} samples, accepted from {text(check.least_mean)}"
-        told.append(f"convergence: {outcome} ({check.message}), {means}, here {text(system.samples_to_converge)}")
+        told.append(
+            f"convergence: {outcome} ({check.message}), reference {text(check.reference_mean)} samples,"
+            f" accepted from {text(check.least_mean)}, here {text(system.samples_to_converge)}"
+        )
 
     if system.olympic_mean_minutes > 0:
-        score = text(system.score_minutes, ",.2f")
-        told.append(f"olympic mean: {system.olympic_mean_minutes:,.2f} minutes; normalised: {score}")
+        told.append(
+            f"olympic mean: {system.olympic_mean_minutes:,.2f} minutes;"
+            f" normalised: {text(system.score_minutes, ',.2f')}"
+        )
     return told + [f"not valid: {reason}" for reason in system.reasons]
-
-
-def overview(system: System) -> tuple[str, ...]:
-    """A row of the table of systems."""
-    return (
-        system.name,
-        text(system.value("global_batch_size"), ""),
-        str(len(system.runs)),
-        text(system.olympic_mean_minutes, ",.2f"),
-        text(system.score_minutes, ",.2f"),
-        text(system.samples_per_s),
-    )
