@@ -48,7 +48,7 @@ def _members(root: Path, tar: str) -> Iterator[Picture]:
                     yield _member(archive, member, f"{tar}/{member.name}")
             archive.fileobj.seek(archive.offset)
             end = archive.fileobj.read(2**20)
-            if not end or any(end):  # tarfile stops there without a word
+            if not end or any(end) or archive.fileobj.read(1):  # tarfile stops there without a word
                 raise tarfile.ReadError
     except Exception:  # tarfile and its decompressors raise a dozen kinds
         yield Picture(tar, "damaged archive: it has no end, or does not end there")
