@@ -90,7 +90,20 @@ def memory(one: Plan) -> list[str]:
 
 def beside(one: Plan, report: dict) -> list[str]:
     """The parts of a plan and of a report of bench.step in turn. Raises: Refusal."""
-    planned = {"step": one.times.step, **step_time.parts(one.layout, one.footprints, one.machine, one.times)}
+    layout = one.layout
+    machine = one.machine
+    times = one.times
+    works = [work for unit in layout.units for work in one.footprints[unit.kind]]
+    products = layout.micros * sum(map(machine.multiplying, works))
+    elementwise = layout.micros * sum(machine.moving(work.moved) for work in works)
+    planned = {
+        "step": times.step,
+        "products": products,
+        "elementwise": elementwise,
+        "copies": times.compute - times.optimizer - products - elementwise,  # of weights and gradients, by FSDP2
+        "links": times.all_gather + times.reduce_scatter + times.all_reduce,  # they work while the card computes
+        "optimizer": times.optimizer,
+    }
     try:
         measured = {"step": report["step_ms"]["median"], **report["parts_ms"]}
         return [

@@ -136,16 +136,6 @@ class Machine:
         return moved * (ranks - 1) / ranks / (share * speed) + hops * self.assumed.hop_us * MICRO
 
 
-def update(cfg: Config, layout: FsdpLayout, machine: Machine) -> float:
-    """Seconds of the optimizer, and of the sum of the gradient norm over all ranks.
-
-    The optimizer reads and writes weights and moments. It reads the gradient, as the norm does; clipping reads and
-    writes it. An average of the weights reads the weight once more.
-    """
-    per_weight = 2 * checkpoint_bytes(cfg) + 4 * (5 if cfg.optim.ema_half_life else 4)
-    return machine.moving(per_weight * layout.sharded(*layout.units)) + 2 * machine.ring(0, machine.gpus, tree=True)
-
-
 def times(cfg: Config, layout: FsdpLayout, footprints: Footprints, machine: Machine) -> Times:
     """One optimizer step.
 
@@ -171,7 +161,11 @@ def times(cfg: Config, layout: FsdpLayout, footprints: Footprints, machine: Mach
         backwards.append(machine.seconds(footprints[unit.kind].backward) + machine.moving(copied))
     backward = sum(backwards)
 
-    optimizer = update(cfg, layout, machine)
+    # The optimizer reads and writes weights and moments. It reads the gradient, as the norm does; clipping reads and
+    # writes it. An average of the weights reads the weight once more. The norm is summed over all ranks.
+    per_weight = 2 * checkpoint_bytes(cfg) + 4 * (5 if cfg.optim.ema_half_life else 4)
+    optimizer = machine.moving(per_weight * layout.sharded(*units)) + 2 * machine.ring(0, machine.gpus, tree=True)
+
     later = layout.micros - 1  # micro-batches
     forwards = max(gathers[-1] + gathers[0] + first_forward, sum(gathers))
     forwards += later * max(sum(again[:1]) + later_forward, sum(again))
@@ -192,17 +186,3 @@ def times(cfg: Config, layout: FsdpLayout, footprints: Footprints, machine: Mach
         all_reduce=sum(sums),
         validation=max(evaluated * cfg.eval.batch / layout.rows, sum(again)),
     )
-
-
-def parts(layout: FsdpLayout, footprints: Footprints, machine: Machine, whole: Times) -> dict[str, float]:
-    """Seconds of a step by what is done in them. Links work while the card computes."""
-    works = [work for unit in layout.units for work in footprints[unit.kind]]
-    products = layout.micros * sum(map(machine.multiplying, works))
-    elementwise = layout.micros * sum(machine.moving(work.moved) for work in works)
-    return {
-        "products": products,
-        "elementwise": elementwise,
-        "copies": whole.compute - whole.optimizer - products - elementwise,  # of weights and gradients, by FSDP2
-        "links": whole.all_gather + whole.reduce_scatter + whole.all_reduce,
-        "optimizer": whole.optimizer,
-    }
