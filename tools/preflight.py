@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ from flux_ref.cli import Fault, Options, Refusal, exit_now, run
 from flux_ref.config import ParallelConfig
 from flux_ref.precision.fp8 import architecture, has_kernel, scaled_mm, support
 from flux_ref.watchdog import Watchdog
-from tools import json_option
-from tools.json_option import between
+from tools.json_option import between, json_option, show
 
 LONG_S = 1.0  # of a measurement, in which a device that is too hot slows down
 TIMES = 50  # of a collective, alike on all ranks
@@ -49,8 +48,9 @@ def multiply(device: torch.device, _: dist.ProcessGroup, in_fp8: bool = False) -
 
     in_fp8: with one scale per tensor, else in bf16.
     """
-    M, K, N = (512, 512, 2048) if device.type == "cpu" else (8192, 3072, 12288)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    M, K, N, dtype = (8192, 3072, 12288, torch.bfloat16)
+    if device.type == "cpu":
+        M, K, N, dtype = (512, 512, 2048, torch.float32)
     x, weight = (torch.randn(rows, K, device=device, dtype=dtype) for rows in (M, N))
     if in_fp8:
         x, weight = (side.to(support(architecture(device)).forward) for side in (x, weight))
@@ -142,17 +142,17 @@ def rates(world: ranks.World, medians: dict[str, float]) -> dict[str, object]:
     }
 
 
-def judge(names: list[str], what: str, speeds: np.ndarray, median: float, slow: float) -> tuple[list[str], set[str]]:
-    """What rank 0 prints, and the names of the unfit nodes.
+def judge(names: list[str], what: str, speeds: np.ndarray, median: float, slow: float) -> tuple[str, dict[str, str]]:
+    """A line for the median and the lowest speed, and a complaint about each unfit node, by its name.
 
     names, speeds: of the nodes of all ranks; NaN was not measured. slow: a share of the median speed.
     """
     _, unit, remedy = KINDS[what]
-    lines = [f"{what}: the median {median:.3g} {unit}, the lowest {np.nanmin(speeds):.3g}"]
-    bad = {name: speed for name, speed in zip(names, speeds) if speed <= slow * median}
-    for name, speed in bad.items():
-        lines.append(f"preflight: {name}: {what} {speed:.3g} {unit}, the median {median:.3g}; {remedy}")
-    return lines, {*bad}
+    return f"{what}: the median {median:.3g} {unit}, the lowest {np.nanmin(speeds):.3g}", {
+        name: f"preflight: {name}: {what} {speed:.3g} {unit}, the median {median:.3g}; {remedy}"
+        for name, speed in zip(names, speeds)
+        if speed <= slow * median
+    }
 
 
 def survey(world: ranks.World, wait_s: float, mark: Callable[[str], None]) -> dict[str, np.ndarray]:
@@ -182,21 +182,23 @@ def check(argv: list[str]) -> int:
     parser = Options("torchrun -m tools.preflight", __doc__)
     parser.add_argument("--wait", type=between(1, 86400, float), default=120.0)
     parser.add_argument("--slow", type=between(0, 0.99, float), default=0.8)
-    json_option.json_option(parser)
+    json_option(parser)
     args = parser.parse_args(argv)
-    with Watchdog(
-        "preflight", 3 * args.wait
-    ) as alive:  # a node that does not answer would let the others wait for ever
+    with Watchdog("preflight", 3 * args.wait) as alive:  # else all would wait for ever for a node that hangs
         world = ranks.start(ParallelConfig())
         alive.share(world.store)
         names = ranks.gather_objects(os.environ.get("SLURMD_NODENAME", os.uname().nodename))
         found = survey(world, args.wait, alive.mark)
     medians = {what: float(np.nanquantile(speeds, 0.5, method="higher")) for what, speeds in found.items()}
-    told, unfit = zip(*(judge(names, what, speeds, medians[what], args.slow) for what, speeds in found.items()))
-    bad = set().union(*unfit)
-    verdict = f"bad nodes: {','.join(sorted(bad))}" if bad else "all nodes are fit"
+    lines: list[str] = []
+    bad: dict[str, str] = {}
+    for what, speeds in found.items():
+        line, complaints = judge(names, what, speeds, medians[what], args.slow)
+        lines += [line, *complaints.values()]
+        bad |= complaints
+    lines.append(f"preflight: bad nodes: {','.join(sorted(bad))}" if bad else "preflight: all nodes are fit")
     if world.rank == 0:
-        json_option.show("\n".join([*chain(*told), f"preflight: {verdict}"]), rates(world, medians), args.json)
+        show("\n".join(lines), rates(world, medians), args.json)
     return Fault.exit_code if bad else 0
 
 

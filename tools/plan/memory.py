@@ -49,8 +49,10 @@ def fullest(cfg: Config, layout: FsdpLayout, footprints: Footprints) -> Instant:
         "working set": 0.0,
         "buffers": sample * (layout.micros * layout.rows + cfg.eval.batch),
     }
-    found = (Instant(one.name, always | one.parts) for one in instants(cfg, layout, footprints))
-    return max(found, key=lambda one: one.total)
+    return max(
+        (Instant(one.name, always | one.parts) for one in instants(cfg, layout, footprints)),
+        key=lambda one: one.total,
+    )
 
 
 def instants(cfg: Config, layout: FsdpLayout, footprints: Footprints) -> Iterator[Instant]:
@@ -59,16 +61,15 @@ def instants(cfg: Config, layout: FsdpLayout, footprints: Footprints) -> Iterato
     Then a validation batch in each region.
     """
     *regions, root = layout.units
-    item = layout.item
-    tokens = cfg.model.image_tokens + cfg.model.text_tokens
-    stream = layout.rows * tokens * cfg.model.hidden * item  # between two regions
+    model = cfg.model
+    stream = layout.rows * (model.image_tokens + model.text_tokens) * model.hidden * layout.item  # between two regions
     saved = sum(footprints[unit.kind].forward.kept for unit in layout.units)
     accumulates = layout.micros > 1
     queue = [root, *regions] if accumulates else []  # whose reductions the micro-batch before has begun
     for i, unit in reversed([*enumerate(regions)]):
         need = footprints[unit.kind]
         done = regions[i + 1 :]
-        held = gradients(layout, done) + item * root.whole
+        held = gradients(layout, done) + layout.item * root.whole
         is_freed = i < layout.freed
         # Kept weights are freed in the last micro-batch only; the one before it needs more.
         whole = gathered(root, *regions[layout.freed : None if accumulates else i])
@@ -88,7 +89,7 @@ def instants(cfg: Config, layout: FsdpLayout, footprints: Footprints) -> Iterato
 
         saved -= need.forward.kept
         # The region's weights are free. Its gradients are copied, and freed before the result is made.
-        copied = max(item * unit.whole, layout.reduced * layout.sharded(unit))
+        copied = max(layout.item * unit.whole, layout.reduced * layout.sharded(unit))
         parts = {
             "gradients": held + reducing(layout, [unit, *done, *queue]) + copied,
             "gathered weights": whole,
@@ -110,11 +111,10 @@ def graph_nodes(cfg: Config, layout: FsdpLayout, footprints: Footprints) -> int:
     collective, and adds the gradient of each parameter.
     """
     units = layout.units
-    forward = sum(footprints[unit.kind].forward.kernels for unit in units)
-    backward = sum(footprints[unit.kind].backward.kernels for unit in units)
+    computed = sum(work.kernels for unit in units for work in footprints[unit.kind])
     reduced = 2 * len(units) + len(parameter_table(cfg.model))
     gathers = len(units) + (2 * layout.micros - 1) * layout.freed
-    return layout.micros * (forward + backward + reduced) + 3 * gathers
+    return layout.micros * (computed + reduced) + 3 * gathers
 
 
 def gradients(layout: FsdpLayout, done: list[Unit]) -> float:

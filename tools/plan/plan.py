@@ -33,7 +33,6 @@ def samples_to_target(cfg: Config) -> float:
     return float(np.interp(cfg.train.global_batch, batches, means, right=0))
 
 
-KB = 1e3
 GB = 1e9
 SPARE = 4 * GB  # of a card, beside what a plan assumes to lie outside of tensors
 BUDGETS = (1.0, 0.9, 0.5)  # compute.activation_memory_budget; others give nearly the plans of these
@@ -81,7 +80,7 @@ def make(cfg: Config, machine: Machine, footprints: Footprints | None = None) ->
     graphs = host = 0.0
     if enabled == "on" or (enabled == "auto" and machine.gpu.arch.startswith("sm")):  # as graphs.obstacle
         nodes += sum(footprints[unit.kind].forward.kernels for unit in layout.units)  # of a validation batch
-        graphs = len(PrecisionRecipe(cfg).phases) * nodes * assumed.graph_node_kb * KB
+        graphs = len(PrecisionRecipe(cfg).phases) * nodes * assumed.graph_node_kb * 1e3
     else:
         host = (
             layout.micros * len(layout.units) * assumed.host_ms_per_region / 1e3
@@ -147,11 +146,10 @@ def _keeping_most(cfg: Config, machine: Machine) -> list[Plan]:
 def warnings(one: Plan) -> list[str]:
     """What is worth a second look, one line each."""
     cfg = one.cfg
-    lines = []
     train_samples = cfg.data.expected_train_samples or TRAIN_SAMPLES
     departures = mlperf_closed.departures(cfg, {"train_samples": train_samples, "val_samples": one.val_samples})
-    if len(departures) < 5:  # else it is no benchmark run, and nobody takes it for one
-        lines += [f"no benchmark result: {text}" for text in departures]
+    # Who departs more often does not take a run for a benchmark result.
+    lines = [f"no benchmark result: {text}" for text in departures] if len(departures) < 5 else []
     if one.host >= one.times.step:
         lines.append("the host is slower than the card: set parallel.region_blocks=2 or 4, or compute.cuda_graphs=on")
     if cfg.compute.dtype == "fp32":

@@ -44,8 +44,10 @@ class System:
 
 def systems() -> list[System]:
     lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    kinds = get_type_hints(System)
-    return [System(**{name: kind(row[name]) for name, kind in kinds.items()}) for row in csv.DictReader(lines)]
+    return [
+        System(**{name: kind(row[name]) for name, kind in get_type_hints(System).items()})
+        for row in csv.DictReader(lines)
+    ]
 
 
 def known() -> list[System]:

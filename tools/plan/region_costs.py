@@ -8,7 +8,7 @@ the workspaces of kernels. It has the CPU's operations; a GPU's eager RMSNorm is
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 from unittest.mock import patch
@@ -101,9 +101,10 @@ def trace(cfg: Config, arch: str, rows: int) -> Footprints:
     """
     model = cfg.model
     dtype = DTYPES[cfg.compute.dtype]
-    text = model.text_tokens
-    image = model.image_tokens
-    tokens = {"double": (image, text), "single": (text + image,)}  # of the streams
+    tokens = {  # of the streams
+        "double": (model.image_tokens, model.text_tokens),
+        "single": (model.text_tokens + model.image_tokens,),
+    }
     footprints: Footprints = {}
 
     def loss(net: Callable, batch: Batch) -> Tensor:
@@ -130,8 +131,7 @@ def node_layout(cfg: Config, gpus: int, node: int) -> FsdpLayout:
     Raises: Refusal if parallel.replicate does not fit.
     """
     hosts = [str(rank // node) for rank in range(gpus)]
-    replicas = ranks.replica_count(cfg.parallel.replicate, hosts)
-    return flops_and_bytes.fsdp_layout(cfg, gpus, replicas)
+    return flops_and_bytes.fsdp_layout(cfg, gpus, ranks.replica_count(cfg.parallel.replicate, hosts))
 
 
 def _footprint(module: nn.Module, task: Callable, inputs: Iterable, cfg: Config, compiled: bool) -> Footprint:
@@ -139,10 +139,11 @@ def _footprint(module: nn.Module, task: Callable, inputs: Iterable, cfg: Config,
 
     task: it is given the module as a function, and the inputs.
     """
-    dtype = DTYPES[cfg.compute.dtype]
-    parameters = {name: one.detach().to(dtype).requires_grad_() for name, one in module.named_parameters()}
+    parameters = {
+        name: one.detach().to(DTYPES[cfg.compute.dtype]).requires_grad_() for name, one in module.named_parameters()
+    }
     linears = [one for one in module.modules() if isinstance(one, PolicyLinear)]
-    given = [_given(linear, cfg) for linear in linears]
+    given = [dict(_given(linear, cfg)) for linear in linears]
     graphs: list[Graph] = []
 
     def run(parameters, given, *inputs):
@@ -180,27 +181,24 @@ def _footprint(module: nn.Module, task: Callable, inputs: Iterable, cfg: Config,
     return Footprint(forward._replace(kept=kept), again._replace(kept=backward.kept))
 
 
-def _given(linear: PolicyLinear, cfg: Config) -> dict[str, Codes | DelayedScaling]:
+def _given(linear: PolicyLinear, cfg: Config) -> Iterator[tuple[str, Codes | DelayedScaling]]:
     """What training hands to a linear, by attribute: its weight in FP8, what it remembers of its input and gradient.
 
     Nothing stands for what is not given: torch's partitioner takes tensors only.
     """
-
-    given: dict[str, Codes | DelayedScaling] = {}
     if linear.layer in policy.layers_gathered_in_fp8(cfg):
         codes = torch.zeros(linear.weight.shape, dtype=linear.support.forward)
-        given["gathered"] = Codes(codes, (torch.ones(()), torch.ones(())))
+        yield "gathered", Codes(codes, (torch.ones(()), torch.ones(())))
     if linear.layer in policy.layers_with_delayed_scales(cfg):
         for name in ("of_input", "of_grad"):
-            given[name] = DelayedScaling(torch.zeros(()), (torch.ones(()), torch.ones(())))
-    return given
+            yield name, DelayedScaling(torch.zeros(()), (torch.ones(()), torch.ones(())))
 
 
 def _pass(graph: Graph, fused: bool) -> Pass:
     """How a traced graph uses memory. What was saved for backward is freed once it is used."""
-    nodes = [node for node in graph.nodes if node.op != "output"]
-    given = [node for node in nodes if node.op == "placeholder"]
-    outputs = [node for node in tree_leaves(graph.output_node().args) if isinstance(node, Node)]
+    *nodes, output = graph.nodes
+    outputs = output.all_input_nodes
+    given = graph.find_nodes(op="placeholder")
     products = {node: product for node in nodes if (product := _product(node))}
     ends = {node for node in nodes if node in products or _adds_rows(node)}
     real = {*nodes}
