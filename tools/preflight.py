@@ -48,9 +48,11 @@ def multiply(device: torch.device, _: dist.ProcessGroup, in_fp8: bool = False) -
 
     in_fp8: with one scale per tensor, else in bf16.
     """
-    M, K, N, dtype = (8192, 3072, 12288, torch.bfloat16)
+    M, K, N = (8192, 3072, 12288)
+    dtype = torch.bfloat16
     if device.type == "cpu":
-        M, K, N, dtype = (512, 512, 2048, torch.float32)
+        M, K, N = (512, 512, 2048)
+        dtype = torch.float32
     x, weight = (torch.randn(rows, K, device=device, dtype=dtype) for rows in (M, N))
     if in_fp8:
         x, weight = (side.to(support(architecture(device)).forward) for side in (x, weight))

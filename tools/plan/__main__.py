@@ -28,7 +28,6 @@ from tools.plan.plan import GB, Plan
 from tools.plan.public import PLANNED
 from tools.plan.step_time import Machine
 
-SHOWN = 3  # layouts
 LAYOUT = ("micro_batch", "activation_memory_budget", "kept_regions", "GB", "s of a step")
 
 
@@ -121,7 +120,7 @@ def layouts(found: list[Plan]) -> list[str]:
             f"{one.total / GB:.1f}",
             f"{one.times.step:.4g}",
         ]
-        for one in found[:SHOWN]
+        for one in found[:3]
     ]
     return [f"{len(found)} layouts leave {plan.SPARE / GB:g} GB free; the fastest:", *table(LAYOUT, rows)]
 

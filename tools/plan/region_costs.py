@@ -92,7 +92,7 @@ class Footprint(NamedTuple):
 Footprints = dict[str, Footprint]  # by the kind of a unit
 
 
-@cache
+@cache  # public systems share a few
 def trace(cfg: Config, arch: str, rows: int) -> Footprints:
     """{"double 1": footprint of a region of one double block, ..., ROOT: of the embedders, the head and the loss}.
 
