@@ -19,9 +19,9 @@ from flux_ref.config import Config, ModelConfig, micro_batch, rank_batch
 from flux_ref.dataloader import allocate
 from flux_ref.model import Flux
 from flux_ref.precision.policy import layers_gathered_in_fp8
+from flux_ref.precision.recipe import DTYPES
 from flux_ref.sharding import Region, freed_regions, regions
 
-ITEM_BYTES = {"bf16": 2, "fp32": 4}  # of compute.dtype and parallel.reduce_dtype
 ROOT = "ends"
 
 
@@ -60,7 +60,7 @@ class FsdpLayout:
 def fsdp_layout(cfg: Config, ranks: int, replicas: int) -> FsdpLayout:
     """How a net is split over ranks that hold so many replicas."""
     shards = ranks // replicas
-    item = ITEM_BYTES[cfg.compute.dtype]
+    item = DTYPES[cfg.compute.dtype].itemsize
     with torch.device("meta"):
         net = Flux(cfg.model)
     codes = {net.get_parameter(f"{layer}.weight") for layer in layers_gathered_in_fp8(cfg)}
@@ -80,7 +80,7 @@ def fsdp_layout(cfg: Config, ranks: int, replicas: int) -> FsdpLayout:
         replicas,
         freed_regions(cfg.parallel, len(units) - 1),
         item,
-        ITEM_BYTES[cfg.parallel.reduce_dtype],
+        DTYPES[cfg.parallel.reduce_dtype].itemsize,
         rows,
         ceil(rank_batch(cfg, ranks) / rows),
     )
@@ -88,11 +88,11 @@ def fsdp_layout(cfg: Config, ranks: int, replicas: int) -> FsdpLayout:
 
 def split(net: Flux, cfg: Config) -> Iterator[tuple[str, nn.Module]]:
     """The units of a net and their kinds: its regions in the order of forward, then the net, which loses its blocks."""
-    for kind in ("double", "single"):
-        blocks = getattr(net, f"{kind}_blocks")
-        setattr(net, f"{kind}_blocks", nn.ModuleList())
+    for kind, blocks in (("double", net.double_blocks), ("single", net.single_blocks)):
         for region in cast(Iterable[Region], regions(blocks, cfg)):
             yield f"{kind} {len(region.blocks)}", region
+    net.double_blocks = nn.ModuleList()
+    net.single_blocks = nn.ModuleList()
     yield ROOT, net
 
 

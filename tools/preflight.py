@@ -11,15 +11,16 @@ Prints the median and the lowest speed, a line per complaint (which node, what i
 Exit codes of a rank: 0 all nodes are fit, 3 some are not, 2 refused. torchrun returns 1 in place of 2 and 3.
 """
 
+import math
 import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import chain, pairwise
-from statistics import median_high
+from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.benchmark import Timer
@@ -29,8 +30,7 @@ from flux_ref.cli import Fault, Options, Refusal, exit_now, run
 from flux_ref.config import ParallelConfig
 from flux_ref.precision.fp8 import architecture, has_kernel, scaled_mm, support
 from flux_ref.watchdog import Watchdog
-from tools import json_option
-from tools.json_option import between
+from tools.json_option import between, json_option, show
 
 LONG_S = 1.0  # of a measurement, in which a device that is too hot slows down
 TIMES = 50  # of a collective, alike on all ranks
@@ -48,8 +48,11 @@ def multiply(device: torch.device, _: dist.ProcessGroup, in_fp8: bool = False) -
 
     in_fp8: with one scale per tensor, else in bf16.
     """
-    M, K, N = (512, 512, 2048) if device.type == "cpu" else (8192, 3072, 12288)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    M, K, N = (8192, 3072, 12288)
+    dtype = torch.bfloat16
+    if device.type == "cpu":
+        M, K, N = (512, 512, 2048)
+        dtype = torch.float32
     x, weight = (torch.randn(rows, K, device=device, dtype=dtype) for rows in (M, N))
     if in_fp8:
         x, weight = (side.to(support(architecture(device)).forward) for side in (x, weight))
@@ -104,13 +107,9 @@ def rounds(size: int, per_node: int, has_fp8: bool = False) -> list[tuple[str, l
 
 def limited(measure: Callable[[], float], device: torch.device, wait_s: float) -> float:
     """A speed; 0, with a line that says why, for what fails or hangs. What hangs is left behind in its thread."""
-
-    def work() -> float:
-        torch.get_device_module(device).set_device(device)
-        return measure()
-
+    thread = ThreadPoolExecutor(1, initializer=torch.get_device_module(device).set_device, initargs=(device,))
     try:
-        return ThreadPoolExecutor(1).submit(work).result(wait_s)
+        return thread.submit(measure).result(wait_s)
     except Exception as error:
         why = str(error).partition("\n")[0] or f"a measurement hangs for {wait_s:g} s"
         print(f"preflight: rank {os.environ.get('RANK', 0)} on {os.uname().nodename}: {why}", file=sys.stderr)
@@ -145,38 +144,36 @@ def rates(world: ranks.World, medians: dict[str, float]) -> dict[str, object]:
     }
 
 
-def judge(names: list[str], what: str, speeds: list[float], slow: float) -> tuple[list[str], set[str]]:
-    """What rank 0 prints, and the names of the unfit nodes.
+def judge(names: list[str], what: str, speeds: np.ndarray, median: float, slow: float) -> tuple[str, dict[str, str]]:
+    """A line for the median and the lowest speed, and a complaint about each unfit node, by its name.
 
-    names, speeds: of the nodes of all ranks; a speed below 0 was not measured. slow: a share of the median speed.
+    names, speeds: of the nodes of all ranks; NaN was not measured. slow: a share of the median speed.
     """
     _, unit, remedy = KINDS[what]
-    measured = [speed for speed in speeds if speed >= 0]
-    median = median_high(measured)
-    lines = [f"{what}: the median {median:.3g} {unit}, the lowest {min(measured):.3g}"]
-    bad = {name: speed for name, speed in zip(names, speeds) if 0 <= speed <= slow * median}
-    for name, speed in bad.items():
-        lines.append(f"preflight: {name}: {what} {speed:.3g} {unit}, the median {median:.3g}; {remedy}")
-    return lines, {*bad}
+    return f"{what}: the median {median:.3g} {unit}, the lowest {np.nanmin(speeds):.3g}", {
+        name: f"preflight: {name}: {what} {speed:.3g} {unit}, the median {median:.3g}; {remedy}"
+        for name, speed in zip(names, speeds)
+        if speed <= slow * median
+    }
 
 
-def survey(world: ranks.World, wait_s: float, mark: Callable[[str], None]) -> dict[str, list[float]]:
-    """Speeds of all ranks; -1 where a rank took no part. mark: called with what begins. Collective.
+def survey(world: ranks.World, wait_s: float, mark: Callable[[str], None]) -> dict[str, np.ndarray]:
+    """Speeds of all ranks; NaN where a rank took no part. mark: called with what begins. Collective.
 
     Ends after a round with a speed of 0: a device may be blocked then.
     """
     host = ranks.host_group("preflight")
-    found: dict[str, list[float]] = {}
+    found: dict[str, np.ndarray] = {}
     for what, groups in rounds(world.size, world.size // world.replicas, has_fp8(world.device)):
         mark(what)
         measure, *_ = KINDS[what]
-        speed = -1.0
+        speed = math.nan
         for members in groups:
             group = dist.new_group(members)
             if isinstance(group, dist.ProcessGroup):  # other ranks get a number
                 speed = limited(partial(measure, world.device, group), world.device, wait_s)
         speeds = ranks.gather_objects(speed, host)
-        found[what] = [*map(max, speeds, found.get(what, speeds))]
+        found[what] = np.fmax(speeds, found.get(what, speeds))
         if 0.0 in speeds:
             break
     return found
@@ -187,21 +184,23 @@ def check(argv: list[str]) -> int:
     parser = Options("torchrun -m tools.preflight", __doc__)
     parser.add_argument("--wait", type=between(1, 86400, float), default=120.0)
     parser.add_argument("--slow", type=between(0, 0.99, float), default=0.8)
-    json_option.json_option(parser)
+    json_option(parser)
     args = parser.parse_args(argv)
-    with Watchdog(
-        "preflight", 3 * args.wait
-    ) as alive:  # a node that does not answer would let the others wait for ever
+    with Watchdog("preflight", 3 * args.wait) as alive:  # else all would wait for ever for a node that hangs
         world = ranks.start(ParallelConfig())
         alive.share(world.store)
         names = ranks.gather_objects(os.environ.get("SLURMD_NODENAME", os.uname().nodename))
         found = survey(world, args.wait, alive.mark)
-    told, unfit = zip(*(judge(names, what, speeds, args.slow) for what, speeds in found.items()))
-    bad = set().union(*unfit)
-    verdict = f"bad nodes: {','.join(sorted(bad))}" if bad else "all nodes are fit"
-    medians = {what: median_high(speed for speed in speeds if speed >= 0) for what, speeds in found.items()}
+    medians = {what: float(np.nanquantile(speeds, 0.5, method="higher")) for what, speeds in found.items()}
+    lines: list[str] = []
+    bad: dict[str, str] = {}
+    for what, speeds in found.items():
+        line, complaints = judge(names, what, speeds, medians[what], args.slow)
+        lines += [line, *complaints.values()]
+        bad |= complaints
+    lines.append(f"preflight: bad nodes: {','.join(sorted(bad))}" if bad else "preflight: all nodes are fit")
     if world.rank == 0:
-        json_option.show("\n".join([*chain(*told), f"preflight: {verdict}"]), rates(world, medians), args.json)
+        show("\n".join(lines), rates(world, medians), args.json)
     return Fault.exit_code if bad else 0
 
 

@@ -18,5 +18,5 @@ def test_samples_to_the_target_are_the_official_checkers():
         }
         between = official._create_interp_rcp(700, known[512], known[min(n for n in known if n > 700)])[1]
         want = {n: record["RCP Mean"] for n, record in known.items()}
-        assert found == pytest.approx(want | {256: want[512], 700: between["RCP Mean"], 4097: None}), ruleset
-    assert samples_to_target(config_file.replace(Config(), eval__target=0.6)) is None
+        assert found == pytest.approx(want | {256: want[512], 700: between["RCP Mean"], 4097: 0}), ruleset
+    assert samples_to_target(config_file.replace(Config(), eval__target=0.6)) == 0

@@ -28,9 +28,6 @@ from tools.plan.plan import GB, Plan
 from tools.plan.public import PLANNED
 from tools.plan.step_time import Machine
 
-MOST_GPUS = 16_384
-COLUMNS = 80
-SHOWN = 3  # layouts
 LAYOUT = ("micro_batch", "activation_memory_budget", "kept_regions", "GB", "s of a step")
 
 
@@ -39,7 +36,7 @@ def main(argv: list[str]) -> int:
     parser = Options("python -m tools.plan", __doc__)
     add = parser.add_argument
     add("config")
-    add("--gpus", type=between(1, MOST_GPUS), required=True)
+    add("--gpus", type=between(1, 16_384), required=True)
     card = parser.add_mutually_exclusive_group(required=True)
     card.add_argument("--gpu", help="a card of tools/plan/hardware.toml")
     card.add_argument("--measured", type=Path)
@@ -50,8 +47,10 @@ def main(argv: list[str]) -> int:
     cfg = config_file.load(args.config, overrides)
     precision = PLANNED.get(cfg.precision.preset)
     if not precision or cfg.precision.rules or cfg.precision.switch:
-        keys = "set precision.preset so, without precision.rules and switch"
-        raise Refusal(f"a plan knows the rates of {', '.join(PLANNED)}; {keys}")
+        raise Refusal(
+            f"a plan knows the rates of {', '.join(PLANNED)}; "
+            "set precision.preset so, without precision.rules and switch"
+        )
 
     rates = step_time.measured(args.measured, args.gpus) if args.measured else step_time.load(args.gpu, precision)
     machine = Machine(*rates, args.gpus)
@@ -61,7 +60,6 @@ def main(argv: list[str]) -> int:
     disk = dataset.sample_layout(cfg.model).stride * (
         (cfg.data.expected_train_samples or TRAIN_SAMPLES) + one.val_samples
     )
-    checkpoint = checkpoint_bytes(cfg) * one.layout.parameters
 
     lines = [
         f"{cfg.name} on {args.gpus} x {args.gpu or machine.gpu.arch}: {label}, micro-batch {one.layout.rows}, "
@@ -69,12 +67,12 @@ def main(argv: list[str]) -> int:
         *memory(one),
         *(time(one, args.price_per_gpu_hour) if fits else ["no times: this config does not fit the card"]),
         *(beside(one, read_json(args.step)) if args.step else []),
-        f"data {disk / 1e12:.2f} TB; checkpoint {checkpoint / GB:.0f} GB",
+        f"data {disk / 1e12:.2f} TB; checkpoint {checkpoint_bytes(cfg) * one.layout.parameters / GB:.0f} GB",
         *(f"WARNING {warning}" for warning in plan.warnings(one)),
         *(layouts(plan.fastest(cfg, machine)) if args.layouts or not fits else []),
     ]
     for line in lines:
-        print(textwrap.fill(line, COLUMNS, subsequent_indent="    ", replace_whitespace=False))
+        print(textwrap.fill(line, 80, subsequent_indent="    "))
     return 0 if fits else 1
 
 
@@ -90,7 +88,18 @@ def memory(one: Plan) -> list[str]:
 
 def beside(one: Plan, report: dict) -> list[str]:
     """The parts of a plan and of a report of bench.step in turn. Raises: Refusal."""
-    planned = {"step": one.times.step, **step_time.parts(one.layout, one.footprints, one.machine, one.times)}
+    times = one.times
+    works = [work for unit in one.layout.units for work in one.footprints[unit.kind]]
+    products = one.layout.micros * sum(map(one.machine.multiplying, works))
+    elementwise = one.layout.micros * sum(one.machine.moving(work.moved) for work in works)
+    planned = {
+        "step": times.step,
+        "products": products,
+        "elementwise": elementwise,
+        "copies": times.compute - times.optimizer - products - elementwise,  # of weights and gradients, by FSDP2
+        "links": times.all_gather + times.reduce_scatter + times.all_reduce,  # they work while the card computes
+        "optimizer": times.optimizer,
+    }
     try:
         measured = {"step": report["step_ms"]["median"], **report["parts_ms"]}
         return [
@@ -103,10 +112,16 @@ def beside(one: Plan, report: dict) -> list[str]:
 
 def layouts(found: list[Plan]) -> list[str]:
     """A table of the first of some plans."""
-    rows = []
-    for one in found[:SHOWN]:
-        settings = [one.layout.rows, one.cfg.compute.activation_memory_budget, one.cfg.parallel.kept_regions]
-        rows.append([*map(str, settings), f"{one.total / GB:.1f}", f"{one.times.step:.4g}"])
+    rows = [
+        [
+            f"{one.layout.rows}",
+            f"{one.cfg.compute.activation_memory_budget}",
+            f"{one.cfg.parallel.kept_regions}",
+            f"{one.total / GB:.1f}",
+            f"{one.times.step:.4g}",
+        ]
+        for one in found[:3]
+    ]
     return [f"{len(found)} layouts leave {plan.SPARE / GB:g} GB free; the fastest:", *table(LAYOUT, rows)]
 
 
@@ -120,8 +135,8 @@ def time(one: Plan, price: float) -> list[str]:
     mfu = flops_and_bytes.per_sample(one.cfg.model) * rate / machine.gpus / (machine.gpu.bf16_tflops * 1e12)
     whole = one.train / 3600
     hours = machine.gpus * whole
-    reached = f"to {EvalConfig.target} like the reference"
-    goal = reached if one.reaches_target else "to train.max_samples, as no reference point fits"
+    reached = f"{EvalConfig.target} like the reference"
+    goal = reached if one.reaches_target else "train.max_samples, as no reference point fits"
     cost = f", cost {price * hours:,.0f}" if price else ""
     return [
         f"step {times.step:.3g} s ({times.step / off:.3g} to {times.step * off:.3g}): {times.compute:.3g} compute, "
@@ -131,7 +146,7 @@ def time(one: Plan, price: float) -> list[str]:
         *([f"  without graphs the host needs {one.host:.2g} s for a step"] if one.host else []),
         f"{rate:,.0f} samples/s, {rate / machine.gpus:,.1f} per GPU, MFU {mfu:.0%} of bf16; "
         f"an evaluation {one.evaluation:.1f} s",
-        f"{goal}: {one.samples:,.0f} samples, {one.evaluations} evaluations",
+        f"to {goal}: {one.samples:,.0f} samples, {one.evaluations} evaluations",
         f"  {whole:,.1f} hours ({whole / off:,.1f} to {whole * off:,.1f}), {hours:,.0f} GPU hours{cost}",
         f"shares of the card's peaks: {assumed.gemm_share:g} of its arithmetic, {assumed.memory_share:g} of bandwidth; "
         f"{assumed.source}; times may be off by a factor of {off:g}",

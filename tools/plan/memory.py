@@ -4,6 +4,7 @@ flops_and_bytes.py says how the weights are split into shards, region_costs.py w
 must hold the fullest instant.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -16,7 +17,6 @@ from tools.flops_and_bytes import ROOT, FsdpLayout, Unit
 from tools.plan.region_costs import Footprints
 
 MASTER = 4  # bytes of a weight, of a moment and of a gradient on shards
-PARTS = ("weights", "moments", "gradients", "gathered weights", "activations", "working set", "buffers")
 
 
 def checkpoint_bytes(cfg: Config) -> int:
@@ -38,68 +38,70 @@ class Instant:
 
 def fullest(cfg: Config, layout: FsdpLayout, footprints: Footprints) -> Instant:
     """The fullest instant of a training step or a validation batch."""
-    *regions, root = layout.units
+    weights = MASTER * layout.sharded(*layout.units)
     sample = sum(prod(shape) * dtype.itemsize for shape, dtype in fields(cfg.model).values())
-    always = dict.fromkeys(PARTS, 0.0)
-    always["weights"] = MASTER * layout.sharded(*layout.units)
-    always["moments"] = always["weights"] * len(state_kinds(cfg.optim))
-    always["buffers"] = sample * (layout.micros * layout.rows + cfg.eval.batch)
+    always = {
+        "weights": weights,
+        "moments": weights * len(state_kinds(cfg.optim)),
+        "gradients": 0.0,
+        "gathered weights": 0.0,
+        "activations": 0.0,
+        "working set": 0.0,
+        "buffers": sample * (layout.micros * layout.rows + cfg.eval.batch),
+    }
+    return max(
+        (Instant(one.name, always | one.parts) for one in instants(cfg, layout, footprints)),
+        key=lambda one: one.total,
+    )
 
-    instants = training(cfg, layout, footprints)
-    for unit in regions:
-        working = cfg.eval.batch / layout.rows * (footprints[unit.kind].forward.most + footprints[ROOT].forward.most)
-        own = {"gathered weights": gathered(root, *regions[layout.freed :], unit, unit), "working set": working}
-        instants.append(Instant("validation", own))
-    return max((Instant(one.name, always | one.parts) for one in instants), key=lambda one: one.total)
 
+def instants(cfg: Config, layout: FsdpLayout, footprints: Footprints) -> Iterator[Instant]:
+    """Without what is always held. Of the last micro-batch backward and reduction of each region; the optimizer.
 
-def training(cfg: Config, layout: FsdpLayout, footprints: Footprints) -> list[Instant]:
-    """The last micro-batch from the end of forward on: backward and reduction of each region, then the optimizer."""
+    Then a validation batch in each region.
+    """
     *regions, root = layout.units
-    item = layout.item
-    tokens = cfg.model.image_tokens + cfg.model.text_tokens
-    stream = layout.rows * tokens * cfg.model.hidden * item  # between two regions
+    model = cfg.model
+    stream = layout.rows * (model.image_tokens + model.text_tokens) * model.hidden * layout.item  # between two regions
     saved = sum(footprints[unit.kind].forward.kept for unit in layout.units)
     accumulates = layout.micros > 1
     queue = [root, *regions] if accumulates else []  # whose reductions the micro-batch before has begun
-    done: list[Unit] = []
-    instants = []
-    for i in reversed(range(len(regions))):
-        unit = regions[i]
+    for i, unit in reversed([*enumerate(regions)]):
         need = footprints[unit.kind]
-        held = gradients(layout, done) + item * root.whole
+        done = regions[i + 1 :]
+        held = gradients(layout, done) + layout.item * root.whole
         is_freed = i < layout.freed
         # Kept weights are freed in the last micro-batch only; the one before it needs more.
         whole = gathered(root, *regions[layout.freed : None if accumulates else i])
-        # FSDP2 copies weights out of the buffer of their gather, where layers find them. Then it frees the buffer.
-        copies = {
+        parts = {
             "gradients": held + reducing(layout, done + queue),
+            # FSDP2 copies weights out of the buffer of their gather, where layers find them. Then it frees the buffer.
             "gathered weights": whole + gathered(unit, unit) * is_freed,
             "activations": saved,
         }
+        yield Instant(f"weights of region {i + 1}", parts)
+
         if 0 < i <= layout.freed and layout.shards > 1:
             whole += regions[i - 1].gathered  # the buffer of the gather that runs ahead
-        backward = copies | {
-            "gathered weights": whole + unit.gathered * (is_freed or not accumulates),
-            "working set": need.backward.most + stream,
-        }
+        own = unit.gathered * (is_freed or not accumulates)
+        working = need.backward.most + stream
+        yield Instant(f"backward of region {i + 1}", parts | {"gathered weights": whole + own, "working set": working})
 
         saved -= need.forward.kept
         # The region's weights are free. Its gradients are copied, and freed before the result is made.
-        copied = max(item * unit.whole, layout.reduced * layout.sharded(unit))
-        done.insert(0, unit)
-        reduction = {
-            "gradients": held + reducing(layout, done + queue) + copied,
+        copied = max(layout.item * unit.whole, layout.reduced * layout.sharded(unit))
+        parts = {
+            "gradients": held + reducing(layout, [unit, *done, *queue]) + copied,
             "gathered weights": whole,
             "activations": saved,
             "working set": stream,
         }
-        instants += [
-            Instant(f"weights of region {i + 1}", copies),
-            Instant(f"backward of region {i + 1}", backward),
-            Instant(f"reduction of region {i + 1}", reduction),
-        ]
-    return [*instants, Instant("the optimizer", {"gradients": gradients(layout, layout.units)})]
+        yield Instant(f"reduction of region {i + 1}", parts)
+    yield Instant("the optimizer", {"gradients": gradients(layout, layout.units)})
+    for unit in regions:
+        working = cfg.eval.batch / layout.rows * (footprints[unit.kind].forward.most + footprints[ROOT].forward.most)
+        whole = gathered(root, *regions[layout.freed :], unit, unit)
+        yield Instant("validation", {"gathered weights": whole, "working set": working})
 
 
 def graph_nodes(cfg: Config, layout: FsdpLayout, footprints: Footprints) -> int:
@@ -109,11 +111,10 @@ def graph_nodes(cfg: Config, layout: FsdpLayout, footprints: Footprints) -> int:
     collective, and adds the gradient of each parameter.
     """
     units = layout.units
-    forward = sum(footprints[unit.kind].forward.kernels for unit in units)
-    backward = sum(footprints[unit.kind].backward.kernels for unit in units)
+    computed = sum(work.kernels for unit in units for work in footprints[unit.kind])
     reduced = 2 * len(units) + len(parameter_table(cfg.model))
     gathers = len(units) + (2 * layout.micros - 1) * layout.freed
-    return layout.micros * (forward + backward + reduced) + 3 * gathers
+    return layout.micros * (computed + reduced) + 3 * gathers
 
 
 def gradients(layout: FsdpLayout, done: list[Unit]) -> float:

@@ -2,7 +2,6 @@
 
 from bisect import bisect
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from math import ceil, gcd
 
 import numpy as np
@@ -21,25 +20,19 @@ from tools.plan.region_costs import Footprints
 from tools.plan.step_time import Machine, Times
 
 
-def samples_to_target(cfg: Config) -> float | None:
-    """Mean samples at the config's batch; None for a batch above all points, and for another model or target.
+def samples_to_target(cfg: Config) -> float:
+    """Mean samples at the config's batch; 0 for a batch above all points, and for another model or target.
 
-    A batch below all points gets the value of the smallest, as in the official checker.
+    Points that converge more slowly than their neighbours do not count, and a batch below all points gets the value of
+    the smallest, as in the official checker.
     """
     if not is_benchmark(cfg):
-        return None
-    batches, means = zip(*_points(cfg.mllog.ruleset))
-    return float(np.interp(cfg.train.global_batch, batches, means)) if cfg.train.global_batch <= batches[-1] else None
+        return 0.0
+    points = RCP_Checker("training", cfg.mllog.ruleset, "flux1", verbose=False).pruned_rcp_data.values()
+    batches, means = zip(*sorted((point["BS"], point["RCP Mean"]) for point in points))
+    return float(np.interp(cfg.train.global_batch, batches, means, right=0))
 
 
-@cache
-def _points(ruleset: str) -> list[tuple[int, float]]:
-    """(batch, mean samples) by ascending batch, without points that converge more slowly than their neighbours."""
-    pruned = RCP_Checker("training", ruleset, "flux1", verbose=False).pruned_rcp_data
-    return sorted((point["BS"], point["RCP Mean"]) for point in pruned.values())
-
-
-KB = 1e3
 GB = 1e9
 SPARE = 4 * GB  # of a card, beside what a plan assumes to lie outside of tensors
 BUDGETS = (1.0, 0.9, 0.5)  # compute.activation_memory_budget; others give nearly the plans of these
@@ -74,14 +67,10 @@ class Plan:
         return self.samples / self.cfg.train.global_batch * self.times.step + self.evaluations * self.evaluation
 
 
-def make(cfg: Config, machine: Machine) -> Plan:
-    """Raises: Refusal if the config does not fit the number of GPUs."""
+def make(cfg: Config, machine: Machine, footprints: Footprints | None = None) -> Plan:
+    """footprints: of the config's net, if they are known. Raises: Refusal if the config does not fit the GPUs."""
     config_file.validate_world(cfg, machine.gpus)
-    return planned(cfg, machine, region_costs.trace(cfg, machine.gpu.arch, config.micro_batch(cfg, machine.gpus)))
-
-
-def planned(cfg: Config, machine: Machine, footprints: Footprints) -> Plan:
-    """The plan of a config whose net has these footprints."""
+    footprints = footprints or region_costs.trace(cfg, machine.gpu.arch, config.micro_batch(cfg, machine.gpus))
     layout = region_costs.node_layout(cfg, machine.gpus, machine.gpu.node)
     instant = memory.fullest(cfg, layout, footprints)
     times = step_time.times(cfg, layout, footprints, machine)
@@ -91,7 +80,7 @@ def planned(cfg: Config, machine: Machine, footprints: Footprints) -> Plan:
     graphs = host = 0.0
     if enabled == "on" or (enabled == "auto" and machine.gpu.arch.startswith("sm")):  # as graphs.obstacle
         nodes += sum(footprints[unit.kind].forward.kernels for unit in layout.units)  # of a validation batch
-        graphs = len(PrecisionRecipe(cfg).phases) * nodes * assumed.graph_node_kb * KB
+        graphs = len(PrecisionRecipe(cfg).phases) * nodes * assumed.graph_node_kb * 1e3
     else:
         host = (
             layout.micros * len(layout.units) * assumed.host_ms_per_region / 1e3
@@ -100,7 +89,7 @@ def planned(cfg: Config, machine: Machine, footprints: Footprints) -> Plan:
         times = replace(times, step=max(times.step, host))
 
     val_samples = (cfg.data.expected_val_samples or VAL_SAMPLES) if cfg.data.val else 0
-    reference = samples_to_target(cfg) if val_samples else None
+    reference = samples_to_target(cfg) if val_samples else 0.0
     samples = reference or cfg.train.max_samples
     every = schedule.steps_for(cfg.eval.every_samples, cfg.train.global_batch) * cfg.train.global_batch
     return Plan(
@@ -129,38 +118,38 @@ def fastest(cfg: Config, machine: Machine) -> list[Plan]:
     tokens = (cfg.model.text_tokens, cfg.model.image_tokens)
     step = MULTIPLE // gcd(*tokens, MULTIPLE) if not cfg.precision.is_plain else 1  # see policy.require_rows
     batch = config.rank_batch(cfg, machine.gpus)
-    room = machine.gpu.memory_gb * GB - SPARE
     found: list[Plan] = []
     sizes = [rows for rows in range(step, batch + 1, step) if batch % rows == 0]
     for rows in progress(sizes, desc="micro-batches", leave=False):
         fitting: list[Plan] = []
         for budget in BUDGETS if cfg.compute.compile else BUDGETS[:1]:
             own = config_file.replace(cfg, train__micro_batch=rows, compute__activation_memory_budget=budget)
-            keeping = partial(_keeping, own, machine, region_costs.trace(own, machine.gpu.arch, rows))
-            kept = [*range(len(region_costs.node_layout(own, machine.gpus, machine.gpu.node).units) - 1), -1]
-            if count := bisect(kept, room, key=lambda kept: keeping(kept).total):
-                fitting.append(keeping(kept[count - 1]))
+            fitting += _keeping_most(own, machine)
         if found and not fitting:
             break  # nor does a larger micro-batch fit; a smaller one may have too large graphs
         found += fitting
     return sorted(found, key=lambda one: one.times.step)
 
 
-def _keeping(cfg: Config, machine: Machine, footprints: Footprints, kept: int) -> Plan:
-    return planned(config_file.replace(cfg, parallel__kept_regions=kept), machine, footprints)
+def _keeping_most(cfg: Config, machine: Machine) -> list[Plan]:
+    """The plan that keeps the most regions and leaves SPARE bytes; none if even without kept regions it does not."""
+    footprints = region_costs.trace(cfg, machine.gpu.arch, cfg.train.micro_batch)
+
+    def keeping(kept: int) -> Plan:
+        return make(config_file.replace(cfg, parallel__kept_regions=kept), machine, footprints)
+
+    kept = [*range(len(keeping(0).layout.units) - 1), -1]
+    count = bisect(kept, keeping(0).card - SPARE, key=lambda one: keeping(one).total)
+    return [keeping(kept[count - 1])] if count else []
 
 
 def warnings(one: Plan) -> list[str]:
     """What is worth a second look, one line each."""
     cfg = one.cfg
-    lines = []
-    if one.total > one.card:
-        lines.append(f"memory: {one.total / GB:.0f} GB do not fit {one.card / GB:g} GB")
-
     train_samples = cfg.data.expected_train_samples or TRAIN_SAMPLES
     departures = mlperf_closed.departures(cfg, {"train_samples": train_samples, "val_samples": one.val_samples})
-    if len(departures) < 5:  # else it is no benchmark run, and nobody takes it for one
-        lines += [f"no benchmark result: {text}" for text in departures]
+    # Who departs more often does not take a run for a benchmark result.
+    lines = [f"no benchmark result: {text}" for text in departures] if len(departures) < 5 else []
     if one.host >= one.times.step:
         lines.append("the host is slower than the card: set parallel.region_blocks=2 or 4, or compute.cuda_graphs=on")
     if cfg.compute.dtype == "fp32":

@@ -7,14 +7,12 @@ tensor-parallel or recomputes blocks, the time for these is added.
 
 import csv
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import get_type_hints
 
 from flux_ref import config_file
 from flux_ref.config import Config
 from tools.plan import region_costs, step_time
-from tools.plan.region_costs import Footprints
 from tools.plan.step_time import Assumed, Gpu, Machine
 
 TABLE = Path(__file__).with_name("public_systems.csv")
@@ -46,8 +44,10 @@ class System:
 
 def systems() -> list[System]:
     lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    kinds = get_type_hints(System)
-    return [System(**{name: kind(row[name]) for name, kind in kinds.items()}) for row in csv.DictReader(lines)]
+    return [
+        System(**{name: kind(row[name]) for name, kind in get_type_hints(System).items()})
+        for row in csv.DictReader(lines)
+    ]
 
 
 def known() -> list[System]:
@@ -55,30 +55,21 @@ def known() -> list[System]:
     return [system for system in systems() if system.precision in PLANNED.values()]
 
 
-@cache
-def traced(precision: str, arch: str, rows: int) -> Footprints:
-    return region_costs.trace(config_of(precision), arch, rows)
-
-
-def config_of(precision: str, **values: object) -> Config:
-    return config_file.replace(
-        Config(name="public"),
-        compute__compile=True,
-        parallel__kept_regions=-1,
-        parallel__reduce_dtype="bf16",
-        precision__preset=precision,
-        **values,
-    )
-
-
 def planned_s(system: System, gemm_share: float | None = None) -> float:
     """The step of a system by the method of tools.plan. gemm_share: in place of hardware.toml's."""
     gpu, assumed = system.rates
     machine = Machine(gpu, replace(assumed, gemm_share=gemm_share or assumed.gemm_share), system.gpus)
     rows = system.micro_batch
-    cfg = config_of(system.precision, train__global_batch=system.global_batch, train__micro_batch=rows, eval__batch=1)
+    traced = config_file.replace(
+        Config(name="public"),
+        compute__compile=True,
+        parallel__kept_regions=-1,
+        parallel__reduce_dtype="bf16",
+        precision__preset=system.precision,
+    )
+    footprints = region_costs.trace(traced, gpu.arch, rows)  # the same for several systems
+    cfg = config_file.replace(traced, train__global_batch=system.global_batch, train__micro_batch=rows, eval__batch=1)
     layout = region_costs.node_layout(cfg, system.gpus, gpu.node)
-    footprints = traced(system.precision, gpu.arch, rows)
     forward = sum(machine.seconds(footprints[unit.kind].forward) for unit in layout.units)
 
     # Attention and the MLP of a double block and a single block's end, in forward and again in backward.

@@ -8,7 +8,7 @@ the workspaces of kernels. It has the CPU's operations; a GPU's eager RMSNorm is
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 from unittest.mock import patch
@@ -67,10 +67,17 @@ class Pass(NamedTuple):
     kernels: int = 0  # products, too
 
 
+class Storage(NamedTuple):
+    """Memory that tensors share."""
+
+    identity: int
+    nbytes: int
+
+
 class Extent(NamedTuple):
     """Where a tensor lies in a storage, up to its strides."""
 
-    storage: int  # identity
+    storage: Storage
     offset: int
     nbytes: int
 
@@ -85,6 +92,7 @@ class Footprint(NamedTuple):
 Footprints = dict[str, Footprint]  # by the kind of a unit
 
 
+@cache  # public systems share a few
 def trace(cfg: Config, arch: str, rows: int) -> Footprints:
     """{"double 1": footprint of a region of one double block, ..., ROOT: of the embedders, the head and the loss}.
 
@@ -93,9 +101,10 @@ def trace(cfg: Config, arch: str, rows: int) -> Footprints:
     """
     model = cfg.model
     dtype = DTYPES[cfg.compute.dtype]
-    text = model.text_tokens
-    image = model.image_tokens
-    tokens = {"double": (image, text), "single": (text + image,)}  # of the streams
+    tokens = {  # of the streams
+        "double": (model.image_tokens, model.text_tokens),
+        "single": (model.text_tokens + model.image_tokens,),
+    }
     footprints: Footprints = {}
 
     def loss(net: Callable, batch: Batch) -> Tensor:
@@ -122,8 +131,7 @@ def node_layout(cfg: Config, gpus: int, node: int) -> FsdpLayout:
     Raises: Refusal if parallel.replicate does not fit.
     """
     hosts = [str(rank // node) for rank in range(gpus)]
-    replicas = ranks.replica_count(cfg.parallel.replicate, hosts)
-    return flops_and_bytes.fsdp_layout(cfg, gpus, replicas)
+    return flops_and_bytes.fsdp_layout(cfg, gpus, ranks.replica_count(cfg.parallel.replicate, hosts))
 
 
 def _footprint(module: nn.Module, task: Callable, inputs: Iterable, cfg: Config, compiled: bool) -> Footprint:
@@ -131,10 +139,11 @@ def _footprint(module: nn.Module, task: Callable, inputs: Iterable, cfg: Config,
 
     task: it is given the module as a function, and the inputs.
     """
-    dtype = DTYPES[cfg.compute.dtype]
-    parameters = {name: one.detach().to(dtype).requires_grad_() for name, one in module.named_parameters()}
+    parameters = {
+        name: one.detach().to(DTYPES[cfg.compute.dtype]).requires_grad_() for name, one in module.named_parameters()
+    }
     linears = [one for one in module.modules() if isinstance(one, PolicyLinear)]
-    given = [_given(linear, cfg) for linear in linears]
+    given = [dict(_given(linear, cfg)) for linear in linears]
     graphs: list[Graph] = []
 
     def run(parameters, given, *inputs):
@@ -172,93 +181,76 @@ def _footprint(module: nn.Module, task: Callable, inputs: Iterable, cfg: Config,
     return Footprint(forward._replace(kept=kept), again._replace(kept=backward.kept))
 
 
-def _given(linear: PolicyLinear, cfg: Config) -> dict[str, Codes | DelayedScaling]:
+def _given(linear: PolicyLinear, cfg: Config) -> Iterator[tuple[str, Codes | DelayedScaling]]:
     """What training hands to a linear, by attribute: its weight in FP8, what it remembers of its input and gradient.
 
     Nothing stands for what is not given: torch's partitioner takes tensors only.
     """
-
-    given: dict[str, Codes | DelayedScaling] = {}
     if linear.layer in policy.layers_gathered_in_fp8(cfg):
         codes = torch.zeros(linear.weight.shape, dtype=linear.support.forward)
-        given["gathered"] = Codes(codes, (torch.ones(()), torch.ones(())))
+        yield "gathered", Codes(codes, (torch.ones(()), torch.ones(())))
     if linear.layer in policy.layers_with_delayed_scales(cfg):
         for name in ("of_input", "of_grad"):
-            given[name] = DelayedScaling(torch.zeros(()), (torch.ones(()), torch.ones(())))
-    return given
+            yield name, DelayedScaling(torch.zeros(()), (torch.ones(()), torch.ones(())))
 
 
 def _pass(graph: Graph, fused: bool) -> Pass:
     """How a traced graph uses memory. What was saved for backward is freed once it is used."""
-    nodes = [node for node in graph.nodes if node.op != "output"]
-    given = [node for node in nodes if node.op == "placeholder"]
-    outputs = [node for node in tree_leaves(graph.output_node().args) if isinstance(node, Node)]
-    ends = {node for node in nodes if counted(node) or _adds_rows(node)}
-    real = _real({*given, *outputs}, ends) if fused else {*nodes}
+    *nodes, output = graph.nodes
+    outputs = output.all_input_nodes
+    given = graph.find_nodes(op="placeholder")
+    products = {node: product for node in nodes if (product := _product(node))}
+    ends = {node for node in nodes if node in products or _adds_rows(node)}
+    real = {*nodes}
+    if fused:
+        # A compiler stores inputs and outputs, what products read and write, and sums over rows. It fuses what lies
+        # between two of these ends. There each tensor is read once, and once more by the sums over rows.
+        real = {*given, *outputs, *ends}
+        for node in ends:
+            if node in products or node.meta["val"].numel() == 1:  # it reduces a whole tensor in two passes
+                real.update(node.all_input_nodes)
 
     inputs = _storages(given)
-    sizes = dict(inputs)  # of storages, in bytes
     first = dict.fromkeys(inputs, 0)  # moment of a storage
     last = dict.fromkeys(inputs, 0)
     moved = 0
-    kernels = 0
-    products = []
+    kernels = len(products)
     sources: dict[Node, set[Extent]] = {}  # what a node is computed from, of real storages
     depths: dict[Node, int] = {}  # the number of ends, one after another, that lead to a node
     known: set[tuple[int, bool, Extent]] = set()  # what is read at a depth, by sums over rows or by others
     for moment, node in enumerate(nodes):
+        extents = _extents(node)
         own = _storages([node])
         read = set().union(*(sources[other] for other in node.all_input_nodes))
         depth = max((depths[other] + (other in ends) for other in node.all_input_nodes), default=0)
         depths[node] = depth
-        is_real = node in real or own.keys() & sizes.keys()  # or a view of what is real
-        sources[node] = _extents(node) if is_real else read
+        is_real = node in real or own & first.keys()  # or a view of what is real
+        sources[node] = extents if is_real else read
         if node not in real:
             continue
-        new = own.keys() - sizes.keys()
-        sizes |= own
+        new = own - first.keys()
         first |= dict.fromkeys(new, moment)
-        last |= dict.fromkeys({extent.storage for extent in read} | own.keys(), moment)
-        formula = counted(node)
-        if formula:
-            products.append(_product(node, formula))
-        elif new:
+        last |= dict.fromkeys(own | {extent.storage for extent in read}, moment)
+        if new and node not in products:
             wanted = {(depth, node in ends, extent) for extent in read} - known
-            moved += sum(own[key] for key in new)
-            moved += sum(min(extent.nbytes, sizes[extent.storage]) for *_, extent in wanted)
+            moved += _nbytes(new) + sum(min(extent.nbytes, extent.storage.nbytes) for *_, extent in wanted)
             kernels += bool(wanted)
             if fused:
-                known |= wanted | {(depth, node in ends, extent) for extent in _extents(node)}
+                known |= wanted | {(depth, node in ends, extent) for extent in extents}
 
     kept = _storages(outputs)
     # AOTAutograd calls what backward is given of weights and inputs primals, and gradients tangents.
     lent = _storages(node for node in given if node.name.startswith(("primals", "tangents")))
-    last |= dict.fromkeys([*kept, *lent], len(nodes))
-    alive = (sum(sizes[key] for key in sizes if first[key] <= moment <= last[key]) for moment in range(len(nodes)))
-    saved = sum(size for key, size in kept.items() if key not in inputs)
-    return Pass(saved, max(alive) - sum(inputs.values()), moved, tuple(products), kernels + len(products))
+    last |= dict.fromkeys(kept | lent, len(nodes))
+    most = max(_nbytes(one for one in first if first[one] <= moment <= last[one]) for moment in range(len(nodes)))
+    return Pass(_nbytes(kept - inputs), most - _nbytes(inputs), moved, tuple(products.values()), kernels)
 
 
-def _real(borders: set[Node], ends: set[Node]) -> set[Node]:
-    """The tensors that a compiler stores: inputs and outputs (borders), what products read and write, sums over rows.
-
-    It fuses what lies between two ends, products or sums over rows. There each tensor is read once, and once more by
-    the sums over rows.
-    """
-    real = borders | ends
-    for node in ends:
-        if counted(node) or node.meta["val"].numel() == 1:  # a compiler reduces a whole tensor in two passes
-            real.update(node.all_input_nodes)
-    return real
-
-
-def counted(node: Node) -> Callable | None:
-    """What counts the arithmetic of an operation; None if it is neither a matrix product nor attention."""
-    return FORMULAS.get(getattr(node.target, "overloadpacket", None))
-
-
-def _product(node: Node, formula: Callable) -> Product:
-    """Operations and bytes of a product; attention's backward computes its scores again."""
+def _product(node: Node) -> Product | None:
+    """Operations and bytes of a matrix product or attention, whose backward computes its scores again; else None."""
+    formula = FORMULAS.get(getattr(node.target, "overloadpacket", None))
+    if not formula:
+        return None
     args, kwargs = map_arg((node.args, node.kwargs), lambda other: other.meta["val"])
     given = _tensors((args, kwargs))
     flop = formula(*args, **kwargs, out_val=node.meta["val"])
@@ -282,13 +274,18 @@ def _adds_rows(node: Node) -> bool:
 
 def _extents(node: Node) -> set[Extent]:
     """Those of the values of a node."""
+    values = _tensors(node.meta.get("val"))
+    storages = [value.untyped_storage() for value in values]
     return {
-        Extent(tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.nbytes)
-        for tensor in _tensors(node.meta.get("val"))
+        Extent(Storage(storage._cdata, storage.nbytes()), int(value.storage_offset()), value.nbytes)
+        for value, storage in zip(values, storages)
     }
 
 
-def _storages(nodes: Iterable[Node]) -> dict[int, int]:
-    """{identity: bytes} of the storages behind the values of nodes."""
-    storages = [tensor.untyped_storage() for tensor in _tensors([node.meta.get("val") for node in nodes])]
-    return {storage._cdata: storage.nbytes() for storage in storages}
+def _storages(nodes: Iterable[Node]) -> set[Storage]:
+    """Those behind the values of nodes."""
+    return {extent.storage for node in nodes for extent in _extents(node)}
+
+
+def _nbytes(storages: Iterable[Storage]) -> int:
+    return sum(storage.nbytes for storage in storages)

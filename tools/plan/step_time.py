@@ -18,7 +18,6 @@ from tools.json_option import read_json
 from tools.plan.memory import checkpoint_bytes
 from tools.plan.region_costs import Footprints, Pass
 
-MICRO = 1e-6
 TABLE = Path(__file__).with_name("hardware.toml")
 SPREAD = 0.1  # of a step whose rates were measured: kernels of other shapes, overlap; assumed
 
@@ -76,9 +75,14 @@ def measured(path: Path, gpus: int) -> tuple[Gpu, Assumed]:
         raise Refusal(f"{path}: {error}; write it with tools.preflight --json") from None
     if (gpus > 1 and not gpu.scale_up_gb_s) or (gpus > gpu.node and not gpu.scale_out_gb_s):
         raise Refusal(f"{path} has no rate of the links that {gpus} GPUs use; run tools.preflight on more of them")
-    _, assumed = load("h200")  # of all cards
-    known = replace(assumed, gemm_share=1.0, memory_share=1.0, link_share=1.0, range=SPREAD, source=f"measured, {path}")
-    return gpu, known
+    return gpu, replace(
+        load("h200")[1],  # what of it remains is of all cards
+        gemm_share=1.0,
+        memory_share=1.0,
+        link_share=1.0,
+        range=SPREAD,
+        source=f"measured, {path}",
+    )
 
 
 @dataclass(frozen=True)
@@ -127,23 +131,12 @@ class Machine:
         if ranks == 1:
             return 0.0
         gpu = self.gpu
-        if (ranks - 1) * stride < gpu.domain:
-            speed = gpu.scale_up_gb_s
-        else:
-            speed = min(gpu.scale_up_gb_s, max(1, gpu.domain // stride) * gpu.scale_out_gb_s)
+        speed = gpu.scale_up_gb_s
+        if (ranks - 1) * stride >= gpu.domain:
+            speed = min(speed, max(1, gpu.domain // stride) * gpu.scale_out_gb_s)
         share = self.assumed.link_share * 1e9
         hops = ceil(log2(ranks)) if tree else ranks - 1
-        return moved * (ranks - 1) / ranks / (share * speed) + hops * self.assumed.hop_us * MICRO
-
-
-def update(cfg: Config, layout: FsdpLayout, machine: Machine) -> float:
-    """Seconds of the optimizer, and of the sum of the gradient norm over all ranks.
-
-    The optimizer reads and writes weights and moments. It reads the gradient, as the norm does; clipping reads and
-    writes it. An average of the weights reads the weight once more.
-    """
-    per_weight = 2 * checkpoint_bytes(cfg) + 4 * (5 if cfg.optim.ema_half_life else 4)
-    return machine.moving(per_weight * layout.sharded(*layout.units)) + 2 * machine.ring(0, machine.gpus, tree=True)
+        return moved * (ranks - 1) / ranks / (share * speed) + hops * self.assumed.hop_us * 1e-6
 
 
 def times(cfg: Config, layout: FsdpLayout, footprints: Footprints, machine: Machine) -> Times:
@@ -158,20 +151,26 @@ def times(cfg: Config, layout: FsdpLayout, footprints: Footprints, machine: Mach
     gathers = [machine.ring(unit.gathered, layout.shards) for unit in units]
     again = gathers[: layout.freed]  # a second time, for backward, and so on
     scatters = [machine.ring(reduced * unit.padded, layout.shards) for unit in units]
-    replicas = (layout.replicas, layout.shards, True)
-    sums = [2 * machine.ring(reduced * layout.sharded(unit), *replicas) for unit in units]
+    sums = [
+        2 * machine.ring(reduced * layout.sharded(unit), layout.replicas, layout.shards, tree=True) for unit in units
+    ]
     # FSDP2 copies gathered weights to where layers find them, and gradients to where they are reduced.
     copies = [machine.moving(2 * unit.gathered) for unit in units]
     evaluated = sum(machine.seconds(footprints[unit.kind].forward) for unit in units)
     first_forward = evaluated + sum(copies)
     later_forward = evaluated + sum(copies[: layout.freed])
-    backwards = []
-    for i, unit in enumerate(units):
-        copied = (layout.item + reduced) * unit.padded + 2 * unit.gathered * (i < layout.freed)
-        backwards.append(machine.seconds(footprints[unit.kind].backward) + machine.moving(copied))
+    backwards = [
+        machine.seconds(footprints[unit.kind].backward)
+        + machine.moving((layout.item + reduced) * unit.padded + 2 * unit.gathered * (i < layout.freed))
+        for i, unit in enumerate(units)
+    ]
     backward = sum(backwards)
 
-    optimizer = update(cfg, layout, machine)
+    # The optimizer reads and writes weights and moments. It reads the gradient, as the norm does; clipping reads and
+    # writes it. An average of the weights reads the weight once more. The norm is summed over all ranks.
+    per_weight = 2 * checkpoint_bytes(cfg) + 4 * (5 if cfg.optim.ema_half_life else 4)
+    optimizer = machine.moving(per_weight * layout.sharded(*units)) + 2 * machine.ring(0, machine.gpus, tree=True)
+
     later = layout.micros - 1  # micro-batches
     forwards = max(gathers[-1] + gathers[0] + first_forward, sum(gathers))
     forwards += later * max(sum(again[:1]) + later_forward, sum(again))
@@ -182,7 +181,7 @@ def times(cfg: Config, layout: FsdpLayout, footprints: Footprints, machine: Mach
     for i in reversed(range(len(units) - 1)):
         done += backwards[i]
         summed = max(summed, done + scatters[i]) + sums[i]
-    last_backward = max(one_backward, summed + sums[-1], reduced_last + sums[-1])
+    last_backward = max(one_backward, max(summed, reduced_last) + sums[-1])
     return Times(
         step=forwards + later * one_backward + last_backward + optimizer,
         compute=first_forward + later * later_forward + layout.micros * backward + optimizer,
@@ -192,17 +191,3 @@ def times(cfg: Config, layout: FsdpLayout, footprints: Footprints, machine: Mach
         all_reduce=sum(sums),
         validation=max(evaluated * cfg.eval.batch / layout.rows, sum(again)),
     )
-
-
-def parts(layout: FsdpLayout, footprints: Footprints, machine: Machine, whole: Times) -> dict[str, float]:
-    """Seconds of a step by what is done in them. Links work while the card computes."""
-    works = [work for unit in layout.units for work in footprints[unit.kind]]
-    products = layout.micros * sum(map(machine.multiplying, works))
-    elementwise = layout.micros * sum(machine.moving(work.moved) for work in works)
-    return {
-        "products": products,
-        "elementwise": elementwise,
-        "copies": whole.compute - whole.optimizer - products - elementwise,  # of weights and gradients, by FSDP2
-        "links": whole.all_gather + whole.reduce_scatter + whole.all_reduce,
-        "optimizer": whole.optimizer,
-    }
