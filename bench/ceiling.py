@@ -29,7 +29,7 @@ from flux_ref.precision.policy import MULTIPLE, layers
 from flux_ref.precision.recipe import DTYPES
 from flux_ref.ranks import World
 from tools import flops_and_bytes
-from tools.json_option import between
+from tools.figures import between
 
 WARMUP = 5
 REPEATS = {"cpu": 5, "cuda": 20}

@@ -26,8 +26,8 @@ from flux_ref.precision.fp8 import architecture
 from flux_ref.ranks import World, device_name
 from flux_ref.report import commit
 from flux_ref.sharding import choose_compile_cache
-from tools import json_option
-from tools.json_option import between
+from tools import figures
+from tools.figures import between
 
 ALONE = "one rank: no gathers and no reductions, only FSDP2's casts and copies"  # what its figures leave out
 END = "end"
@@ -39,7 +39,7 @@ def options(name: str, text: str) -> Options:
     """A parser with --config and --json."""
     parser = Options(f"python -m {name}", text)
     parser.add_argument("--config", default="configs/tiny.toml")
-    json_option.json_option(parser)
+    figures.json_option(parser)
     return parser
 
 
@@ -93,7 +93,7 @@ def run(parser: Options, argv: list[str], measure: Callable[[Config, World, Name
     ranks.stop()
     if world.rank == 0:
         shown = {name: value for name, value in report.items() if name != "config"}
-        json_option.show(pformat(shown, width=120, compact=True, sort_dicts=False), report, args.json)
+        figures.show(pformat(shown, width=120, compact=True, sort_dicts=False), report, args.json)
     return 0
 
 

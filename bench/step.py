@@ -37,7 +37,7 @@ from flux_ref.precision import policy
 from flux_ref.ranks import World, peak_memory_gb
 from flux_ref.sharding import ShardedFlux
 from flux_ref.trainer import NEVER, Trainer, TrainState
-from tools.json_option import between
+from tools.figures import between
 
 SPLIT_STEPS = 5
 PROFILED_STEPS = 3

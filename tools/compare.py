@@ -17,7 +17,7 @@ import numpy as np
 from flux_ref import cli, config, config_file
 from flux_ref.cli import Options, Refusal
 from flux_ref.files import records
-from tools.json_option import table
+from tools.figures import table
 
 HEAD = ("samples", "A", "B", "B - A", "+-", "p")
 Curve = dict[int, float]  # validation loss by samples

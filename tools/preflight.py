@@ -30,7 +30,7 @@ from flux_ref.cli import Fault, Options, Refusal, exit_now, run
 from flux_ref.config import ParallelConfig
 from flux_ref.precision.fp8 import architecture, has_kernel, scaled_mm, support
 from flux_ref.watchdog import Watchdog
-from tools.json_option import between, json_option, show
+from tools.figures import between, json_option, show
 
 LONG_S = 1.0  # of a measurement, in which a device that is too hot slows down
 TIMES = 50  # of a collective, alike on all ranks

@@ -11,7 +11,7 @@ ASKED = {  # what is imported in the one function that a key asks
     ("train", "pictures.toy_from_pictures"),
     ("eval", "pictures.artist"),
 }
-SHARED = {"tools.json_option", "tools.flops_and_bytes"}  # what several commands use
+SHARED = {"tools.figures", "tools.flops_and_bytes"}  # what several commands use
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 400
 BACKENDS = re.compile("cuda(?!_graphs)|nccl|gloo", re.IGNORECASE)
 NAMES_A_BACKEND = {"graphs", "ranks", "sharding", "watchdog"}

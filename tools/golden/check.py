@@ -22,8 +22,8 @@ import numpy as np
 from flux_ref import cli
 from flux_ref.cli import Options, Refusal, one_line
 from flux_ref.dataset import from_bf16_bits, to_bf16_bits
+from tools.figures import read_json
 from tools.golden.files import FOLDER, INDEX, MISTAKES, Golden, Value, Values, hints, read_tensors
-from tools.json_option import read_json
 
 NAMES_SHOWN = 500  # letters
 ALIKE = 0.05  # two differences of one mistake in two programs, as a share of their size

@@ -13,7 +13,7 @@ import safetensors
 from flux_ref.cli import Refusal, one_line, printable
 from flux_ref.dataset import from_bf16_bits
 from flux_ref.files import read_bytes
-from tools.json_option import read_json
+from tools.figures import read_json
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 VALUES = "golden.safetensors"

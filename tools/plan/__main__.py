@@ -21,7 +21,7 @@ from flux_ref.cli import Options, Refusal
 from flux_ref.config import EvalConfig
 from flux_ref.mlperf_closed import TRAIN_SAMPLES
 from tools import flops_and_bytes
-from tools.json_option import between, read_json, table
+from tools.figures import between, read_json, table
 from tools.plan import plan, step_time
 from tools.plan.memory import checkpoint_bytes
 from tools.plan.plan import GB, Plan

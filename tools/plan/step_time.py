@@ -13,8 +13,8 @@ from pathlib import Path
 
 from flux_ref.cli import Refusal
 from flux_ref.config import Config
+from tools.figures import read_json
 from tools.flops_and_bytes import FsdpLayout
-from tools.json_option import read_json
 from tools.plan.memory import checkpoint_bytes
 from tools.plan.region_costs import Footprints, Pass
 

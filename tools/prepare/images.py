@@ -38,7 +38,7 @@ from flux_ref.pictures.encoders import load_autoencoder, text_encoders
 from flux_ref.precision.recipe import DTYPES
 from flux_ref.ranks import agreed
 from flux_ref.schedule import TIMESTEPS
-from tools.json_option import between
+from tools.figures import between
 from tools.prepare import common
 from tools.prepare.tars import Part, split_into_parts
 

@@ -25,7 +25,7 @@ from flux_ref.cli import Options, printable
 from flux_ref.config import KEYS, EvalConfig, MllogConfig
 from flux_ref.files import write_whole
 from flux_ref.loss_chart import span
-from tools.json_option import json_option, show
+from tools.figures import json_option, show
 from tools.report import result_log, score
 from tools.report.result_log import number
 from tools.report.score import System

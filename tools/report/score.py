@@ -12,7 +12,7 @@ from typing import Any
 from flux_ref.cli import printable
 from flux_ref.mlperf_closed import FIXED, OFFICIAL, REHEARSAL, REHEARSED, find_departures
 from flux_ref.mlperf_log import RESUMED
-from tools.json_option import table
+from tools.figures import table
 from tools.report import official
 from tools.report.official import Convergence
 from tools.report.result_log import ResultLog, home_of, number
