@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from conftest import called, micro_run
+from conftest import called, micro_run, script
 from run_files import column, event, events, require_equal_runs, saved_steps
 
 from flux_ref import files
@@ -88,6 +88,15 @@ def test_a_file_that_counts_and_cannot_be_written_ends_the_run_which_goes_on_lat
         assert trains(run)[0] == 0, name
         require_equal_runs(run, calm)
         assert event(run, "disqualified")["value"].startswith("resumed from step ")
+
+
+@pytest.mark.slow
+def test_a_record_that_rank_0_cannot_write_ends_all_ranks_which_go_on_later(shapes_dir, tmp_path):
+    argv = micro_run(shapes_dir, tmp_path / "run", *SHORT)
+    process = script("tests/helpers/full_disk.py", *argv, ranks=2)
+    assert process.returncode == 3 and process.stderr.count("metrics.jsonl: No space left on device") == 1
+    assert script("train.py", *argv, ranks=2).returncode == 0
+    assert column(tmp_path / "run", "step") == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_picture_that_cannot_be_written_ends_no_run(trains, calm, tmp_path, monkeypatch):
