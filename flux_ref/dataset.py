@@ -34,7 +34,8 @@ from flux_ref.config import ModelConfig, Shape, Shapes
 MEMBERS = ("t5", "clip", "mean", "logvar")
 Arrays = dict[str, np.ndarray]  # of one sample, each of MEMBERS: bf16 bits as uint16
 HAS_FADVISE = hasattr(os, "posix_fadvise")  # macOS has none
-BLOCK, RECORD = 512, 10_240  # bytes; tar's two units
+BLOCK = 512  # bytes; this and RECORD are the units of a tar
+RECORD = 10_240
 NAME_BYTES = 100  # of a tar header, which begins with the member's name
 NPY_HEADER = 128  # bytes before the numbers of a .npy blob
 END_BYTES = 2 * BLOCK  # an archive ends with two zero blocks

@@ -18,7 +18,8 @@ from torch import Tensor
 # B batch  C latent channels (16)  Y, X latent rows and columns (32)
 # N image tokens (Y/2 * X/2 = 256)  P packed channels (4 * C = 64)
 
-SCALE, SHIFT = 0.3611, 0.1159  # BFL flux, autoencoder of FLUX.1: latent = SCALE * (z - SHIFT)
+SCALE = 0.3611  # BFL flux, autoencoder of FLUX.1: latent = SCALE * (z - SHIFT)
+SHIFT = 0.1159
 
 
 def sample_latent(mean_BCYX: Tensor, logvar_BCYX: Tensor, eps_BCYX: Tensor) -> Tensor:

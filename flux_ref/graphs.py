@@ -133,7 +133,8 @@ class CapturedTrainer(Trainer):
                 mark(f"the capture of {kind} {phase}")
                 graphs[f"{kind} {phase}"] = self._captured(work)
         self.graphs = graphs
-        self.train, self.validate = partial(self._replay, "train"), partial(self._replay, "validate")
+        self.train = partial(self._replay, "train")
+        self.validate = partial(self._replay, "validate")
         KEPT.append(graphs)
         mark("the proof of the captured steps")
         self.reshard()  # after a capture, FSDP2 takes the weights for gathered
@@ -168,7 +169,8 @@ class CapturedTrainer(Trainer):
         for graph in self.graphs.values():
             graph.reset()
         self.graphs.clear()
-        self.train, self.validate = self.eager["train"], self.eager["validate"]
+        self.train = self.eager["train"]
+        self.validate = self.eager["validate"]
         ranks.barrier()
 
 

@@ -43,7 +43,8 @@ def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
         return np.interp(samples, (0, most), (LEFT, RIGHT)), np.interp(loss, (low, high), (BOTTOM, TOP))
 
     for share in np.linspace(0, 1, 6):
-        samples, loss = share * most, low + share * (high - low)
+        samples = share * most
+        loss = low + share * (high - low)
         x, y = place(samples, loss)
         pen.line([(LEFT, y), (RIGHT, y)], "lightgrey")
         pen.text((LEFT - 8, y), f"{loss:.3f}", "black", anchor="rm")

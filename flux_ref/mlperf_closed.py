@@ -36,7 +36,8 @@ OFFICIAL = {
 }
 # Keys that have no official log entry: the log has them under our own names, and no official checker sees them.
 OWN = [key for key in FIXED if key not in OFFICIAL and not (key in KEYS and KEYS[key].closed == CHECKER)]
-REHEARSED, REHEARSAL = "rehearsal", "rehearsal: no benchmark result"  # key of the log; words
+REHEARSED = "rehearsal"  # a key of the log
+REHEARSAL = "rehearsal: no benchmark result"
 HEAD = {  # the official names of a run's values in their order; spec: the batch before evaluation_frequency
     "submission_benchmark": "benchmark",
     "submission_org": "mllog.submission_org",

@@ -40,7 +40,8 @@ LOG = "result_0.txt"
 OUTCOME = "outcome.json"
 LOCK = ".lock"
 OLDER = "older."  # and a number: older runs inside a folder that cannot be renamed
-REACHED, ENDED = "target reached", "train.max_samples reached"  # how a run came to its end
+REACHED = "target reached"  # how a run came to its end
+ENDED = "train.max_samples reached"
 REMEDY = "set run.dir to another folder, or run.start_fresh=true to begin anew"
 
 
