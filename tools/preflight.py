@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
+from statistics import median_high
 
 import numpy as np
 import torch
@@ -48,10 +49,10 @@ def multiply(device: torch.device, _: dist.ProcessGroup, in_fp8: bool = False) -
 
     in_fp8: with one scale per tensor, else in bf16.
     """
-    M, K, N = (8192, 3072, 12288)
+    M, K, N = 8192, 3072, 12288
     dtype = torch.bfloat16
     if device.type == "cpu":
-        M, K, N = (512, 512, 2048)
+        M, K, N = 512, 512, 2048
         dtype = torch.float32
     x, weight = (torch.randn(rows, K, device=device, dtype=dtype) for rows in (M, N))
     if in_fp8:
@@ -107,9 +108,13 @@ def rounds(size: int, per_node: int, has_fp8: bool = False) -> list[tuple[str, l
 
 def limited(measure: Callable[[], float], device: torch.device, wait_s: float) -> float:
     """A speed; 0, with a line that says why, for what fails or hangs. What hangs is left behind in its thread."""
-    thread = ThreadPoolExecutor(1, initializer=torch.get_device_module(device).set_device, initargs=(device,))
+
+    def work() -> float:
+        torch.get_device_module(device).set_device(device)
+        return measure()
+
     try:
-        return thread.submit(measure).result(wait_s)
+        return ThreadPoolExecutor(1).submit(work).result(wait_s)
     except Exception as error:
         why = str(error).partition("\n")[0] or f"a measurement hangs for {wait_s:g} s"
         print(f"preflight: rank {os.environ.get('RANK', 0)} on {os.uname().nodename}: {why}", file=sys.stderr)
@@ -150,11 +155,13 @@ def judge(names: list[str], what: str, speeds: np.ndarray, median: float, slow: 
     names, speeds: of the nodes of all ranks; NaN was not measured. slow: a share of the median speed.
     """
     _, unit, remedy = KINDS[what]
-    return f"{what}: the median {median:.3g} {unit}, the lowest {np.nanmin(speeds):.3g}", {
+    line = f"{what}: the median {median:.3g} {unit}, the lowest {np.nanmin(speeds):.3g}"
+    complaints = {
         name: f"preflight: {name}: {what} {speed:.3g} {unit}, the median {median:.3g}; {remedy}"
         for name, speed in zip(names, speeds)
         if speed <= slow * median
     }
+    return line, complaints
 
 
 def survey(world: ranks.World, wait_s: float, mark: Callable[[str], None]) -> dict[str, np.ndarray]:
@@ -191,13 +198,13 @@ def check(argv: list[str]) -> int:
         alive.share(world.store)
         names = ranks.gather_objects(os.environ.get("SLURMD_NODENAME", os.uname().nodename))
         found = survey(world, args.wait, alive.mark)
-    medians = {what: float(np.nanquantile(speeds, 0.5, method="higher")) for what, speeds in found.items()}
+    medians = {what: median_high(speeds[~np.isnan(speeds)]) for what, speeds in found.items()}
     lines: list[str] = []
-    bad: dict[str, str] = {}
+    bad: set[str] = set()
     for what, speeds in found.items():
         line, complaints = judge(names, what, speeds, medians[what], args.slow)
         lines += [line, *complaints.values()]
-        bad |= complaints
+        bad |= complaints.keys()
     lines.append(f"preflight: bad nodes: {','.join(sorted(bad))}" if bad else "preflight: all nodes are fit")
     if world.rank == 0:
         show("\n".join(lines), rates(world, medians), args.json)

@@ -53,6 +53,7 @@ def test_how_a_value_differs_and_what_is_known_there(check):
         ),
         ("img_in", lambda x: x.astype(np.float64), r"dtype is float64, want fp32\n"),
         ("draws.words.0", lambda x: x.astype(np.float64), r"dtype is float64, want uint64\n"),
+        ("fp8.x.bits", lambda x: x.astype(np.int64) + 256, r"(\d+) of \1 elements\n"),
         ("img_in", lambda x: x + 0 * np.inf, r"720 of them NaN(.|\n)*    - a division by 0, a root of a negative"),
         ("bf16.target", in_bf16, r"mistakes with a difference of this size:\n    - it is rounded to bf16"),
     ):

@@ -5,6 +5,7 @@ import pytest
 from checking import checked
 from conftest import script
 
+from flux_ref import config_file
 from tools.golden import files, record, training
 from tools.golden.check import main
 from tools.golden.files import FOLDER, Golden
@@ -53,6 +54,7 @@ def test_the_run_shows_what_it_should():
 def test_every_place_is_used_and_every_value_has_one():
     used = {id(files.row("places", value.name)) for value in KEPT.values}
     assert used == {id(row) for row in files.TABLES["places"].values()}
+    assert config_file.load(FOLDER / files.CONFIG).optim.lr == files.RATE
     for value in KEPT.values:
         assert value == files.entry(value.name, value.dtype, read(value.name), value.given)
         assert not any(hint.isupper() for hint in files.hints(value.name))

@@ -1,7 +1,4 @@
-"""train.py on a disk that is full when rank 0 writes its third line of metrics.jsonl.
-
-torchrun tests/helpers/full_disk.py CONFIG [--section.key=value ...]
-"""
+"""train.py on a disk that is full when rank 0 writes its third line of metrics.jsonl. Started by fork_ranks.py."""
 
 import errno
 import os

@@ -1,6 +1,5 @@
 """Plans: memory against closed forms and runs, communication against counted collectives, and what is said of them."""
 
-import functools
 import json
 from dataclasses import replace
 
@@ -40,7 +39,7 @@ def wide(**values):
 @pytest.fixture(scope="module", autouse=True)
 def traced_once():
     """Equal nets have equal footprints; many tests ask for the same."""
-    trace = functools.cache(region_costs.trace)
+    trace = region_costs.trace
 
     def traced(cfg, arch, rows):
         parallel = replace(cfg.parallel, kept_regions=0, reduce_dtype="fp32")

@@ -44,7 +44,7 @@ class Difference(NamedTuple):
 def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | None:
     """How a value is off; None if it agrees. NaN differs from all.
 
-    want: the golden one. yours: floats in float32, words, indices and codes in integers of any width.
+    want: the golden one. yours: floats in float32; words, indices, codes and flags as bool or integers of any width.
     A value of fp32 whose numbers are all bf16 is off, even within its tolerance. So is one of bf16 whose are not.
     """
     fits = yours.dtype == np.float32 if want.dtype.kind == "f" else yours.dtype.kind in "biu"
@@ -55,7 +55,9 @@ def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | N
         return Difference(value, f"its shape is {list(yours.shape)}, want {value.shape}")
 
     with np.errstate(all="ignore"):  # NaNs, infinities, and values of 0
-        yours = yours.reshape(want.shape).astype(want.dtype)
+        kind = want.dtype if want.dtype.kind == "f" else np.dtype(np.uint64)  # int64 may hold the bits of words
+        want = want.astype(kind)
+        yours = yours.reshape(want.shape).astype(kind)
         off = np.subtract(yours, want, dtype=np.float64)
         rms = float(np.sqrt(np.square(off).mean() / np.square(want, dtype=np.float64).mean()))
         ratio = np.abs(off) / (value.atol + value.rtol * np.abs(want))
@@ -66,7 +68,7 @@ def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | N
     cause = ""
     if wrong.any():
         words = f"{wrong.sum()} of {wrong.size} elements"
-        ratio = np.where(wrong, ratio, 0.0)
+        ratio = np.where(wrong, np.nan_to_num(ratio, nan=np.inf, posinf=np.inf), 0.0)
         place = np.unravel_index(ratio.argmax(), ratio.shape)
         worst = f"worst at {[*map(int, place)]}: yours {yours[place]}, golden {want[place]}"
         if bad := np.count_nonzero(yours != yours):

@@ -21,6 +21,7 @@ INDEX = "index.json"
 MISTAKES = "mistakes.json"  # {name of a value: {what is wrong: relative rms of its difference there}}
 CONFIG = "config.toml"
 DATA = "data"
+RATE = 1e-3  # optim.lr of CONFIG
 Values = dict[str, np.ndarray]
 READ_AS = {  # dtype of a safetensors file -> dtype of numpy
     "F64": "<f8",
@@ -122,12 +123,12 @@ def hints(name: str) -> list[str]:
 def entry(name: str, dtype: str, array: np.ndarray, given: bool) -> Value:
     """The entry of a golden value, as the tables describe it.
 
-    A tolerance of each element is relative, the others are absolute. They are rounded to two digits.
+    A tolerance of each element is relative, the others are absolute, rounded to two digits.
     Raises: ValueError for a name without a place.
     """
     kind, meaning, *_ = row("places", name)
     tolerance, unit, why = TABLES["kinds"][kind]
-    units = {"each": 0.0, "largest": float(abs(array).max()), "absolute": 1.0}
+    units = {"each": 0.0, "largest": float(abs(array).max()), "rate": RATE}
     atol = float(f"{tolerance * units[unit]:.1e}")
     rtol = tolerance if unit == "each" else 0.0
     return Value(name, [*array.shape], dtype, given, meaning, atol, rtol, why, inputs_of(name))

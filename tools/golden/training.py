@@ -45,7 +45,7 @@ class Replay(NamedTuple):
         return self.tensors("weights.")
 
     def start(self) -> TrainState:
-        """The state of a run that starts from the given weights."""
+        """The state of a run that starts from the given weights. Collective."""
         net = sharding.build(self.cfg, self.world, None)
         weights = self.weights()
         with torch.no_grad():
@@ -98,7 +98,8 @@ def passed(run: Replay, batch: Batch, dtype: torch.dtype) -> Tensors:
         result = values[names[weight]] = linear(x, weight, bias)
         return result
 
-    def note(name: str, module: nn.Module, _: object, result: Any) -> None:
+    def note(name: str, module: nn.Module, args: tuple[Tensor, ...], result: Any) -> None:
+        values.setdefault(f"{name}.input", args[0])
         values[name] = result.transpose(1, 2) if isinstance(module, model.RMSNorm) else result
 
     for name, module in net.named_modules():
@@ -115,7 +116,7 @@ def passed(run: Replay, batch: Batch, dtype: torch.dtype) -> Tensors:
         "target": flow.pack(batch["noise"] - latent),
         "img": values["img_in.input"],
         "timestep_embedding": model.timestep_embedding(batch["t"]),
-        "vec": values["time_in"] + values["vector_in"],
+        "vec": values["double_blocks.0.img_mod.input"],
         "prediction": values["final_layer.linear"],
         "losses": losses,
         "loss": losses.mean(),
@@ -224,7 +225,7 @@ def training(run: Replay) -> Recorded:
         values |= named(place, done)
         if step == 0:
             values |= named(place, after_step(state, initial, moments_of=WHOLE))
-    return values | named(place, after_step(state, initial, moments_of=[]))
+    return values | named(f"step{STEPS}", after_step(state, initial, moments_of=[]))
 
 
 def after_step(state: TrainState, initial: Tensors, moments_of: list[str]) -> Tensors:

@@ -56,9 +56,10 @@ def fullest(cfg: Config, layout: FsdpLayout, footprints: Footprints) -> Instant:
 
 
 def instants(cfg: Config, layout: FsdpLayout, footprints: Footprints) -> Iterator[Instant]:
-    """Without what is always held. Of the last micro-batch backward and reduction of each region; the optimizer.
+    """What is held beside what is always held.
 
-    Then a validation batch in each region.
+    In the last micro-batch, for each region: its weights gathered for backward, its backward, its reduction. Then the
+    optimizer, and a validation batch in each region.
     """
     *regions, root = layout.units
     model = cfg.model

@@ -44,7 +44,7 @@ from tools.prepare.tars import Part, split_into_parts
 
 THREADS = 8  # of a rank, that decode pictures
 PER_PART = 1000  # files of a folder that become one shard
-SHARDS_OF_PARTS = {"train": "set/train", "val": "val"}  # folders in the one that grows
+SHARDS_OF_PARTS = {"train": "set/train", "val": "val"}  # of each split, below the folder that grows
 
 
 # B batch  H, W pixel rows and columns  C, Y, X latent  T text tokens (256)  E T5 features (4096)  V CLIP features (768)
@@ -118,7 +118,7 @@ def _loaded(
     pictures = part()
     model = args.config.model
     size = 8 * model.latent_height, 8 * model.latent_width
-    while block := list(islice(pictures, 4 * args.batch)):
+    while block := list(islice(pictures, 4 * max(args.batch, THREADS))):
         for picture, loading in [(picture, pool.submit(picture.load, *size)) for picture in block]:
             bar.update()
             try:
@@ -161,7 +161,9 @@ def _finish(args: Namespace, nets: Encoders) -> str:
     folder = common.partial_of(args.output)
     root = folder / "set"
     layout = dataset.sample_layout(args.config.model)
-    train, val = (ShardSet(files.matching(folder / place, "[!.]*.tar"), layout) for place in SHARDS_OF_PARTS.values())
+    train, val = (
+        ShardSet(files.matching(folder / SHARDS_OF_PARTS[split], "[!.]*.tar"), layout) for split in ("train", "val")
+    )
     files.remove(root / "empty_encodings")
     dataset.write_empty(root / "empty_encodings", nets.encode_text([""]))
     rows = "".join(path.read_text(encoding="utf-8") for path in files.matching(folder, "rejected_*.tsv"))

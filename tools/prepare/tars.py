@@ -23,7 +23,7 @@ def split_into_parts(root: Path, names: list[str], column: str, size: int) -> li
     """
     # isfile: a pipe would wait for ever
     tars = [name for name in names if name.lower().endswith(TARS) and os.path.isfile(root / name)]
-    found = find_pictures(root, sorted({*names} - {*tars}), column)
+    found = find_pictures(root, [name for name in names if name not in tars], column)
     return [
         *(partial(read_tar, root, name) for name in tars),
         *(partial(iter, found[start : start + size]) for start in range(0, len(found), size)),

@@ -50,6 +50,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder for a page with charts, report.html")
     json_option(parser)
     args = parser.parse_args(argv)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
     rules = {
         "ruleset": args.ruleset,
         "mlperf_logging": version("mlperf-logging"),
@@ -58,7 +60,6 @@ def main(argv: list[str]) -> int:
     systems = [score.judge(name, files, args.ruleset, args.points) for name, files in result_log.find(args.paths)]
     text = ", ".join(f"{name} {value}" for name, value in rules.items()) + f"\n\n{score.describe(systems)}"
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
         path = args.out / "report.html"
         write_whole(path, page(systems, text))
         text += f"\n\npage: {printable(path)}"
@@ -95,7 +96,9 @@ def chart(batch: Any, systems: list[System]) -> str:
                 label = ""
                 shown.append(run.val_curve)
 
-    target = max(0.0, number(systems[0].value("target_accuracy")))  # 0: unknown
+    target = number(systems[0].value("target_accuracy"))
+    if not target > 0:  # also if it is unknown, NaN
+        target = 0.0
     axes.axhline(target, color="red", linestyle="--", label=f"target {target:g}")
     band = mlperf_closed.load_public_curve(batch) if target == EvalConfig.target else []
     if band:
