@@ -3,6 +3,7 @@
 import errno
 import itertools
 import sys
+import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -83,6 +84,7 @@ def test_tensorboard_shows_the_records_of_a_run_once_also_after_a_resume(shapes_
     with monkeypatch.context() as patch:
         patch.setattr(Watchdog, "stop_point", struck)
         assert called("train.py", *argv) == 3
+    time.sleep(1)  # TensorBoard sorts files by the second in their names, then .10 before .9, their number in a process
     assert called("train.py", *argv) == 0
     board = EventAccumulator(str(run / "tensorboard")).Reload()
     records, evaluations = lines(run), lines(run, "eval.jsonl")
